@@ -36,7 +36,8 @@ def require_tool(name: str) -> str:
     found = find_tool(name)
     if found is None:
         raise fail(
-            f"the build needs {name}, which was not found; install it with `{sys.executable} -m pip install {name}`."
+            f"the build needs {name}, which was not found; install it with "
+            f"`{sys.executable} -m pip install {name}`."
         )
     return found
 
@@ -47,13 +48,19 @@ def require_compiler() -> None:
         if shutil.which(name):
             return
     what = f"CXX={named} was not found" if named else "none was found"
-    raise fail(f"the build needs a C++20 compiler and {what}; install g++ 12 or newer (Debian: `apt install g++`).")
+    raise fail(
+        f"the build needs a C++20 compiler and {what}; install g++ 12 or newer "
+        "(Debian: `apt install g++`)."
+    )
 
 
 def require_python_headers() -> None:
     include = sysconfig.get_path("include")
     if not (Path(include) / "Python.h").exists():
-        raise fail(f"Python.h is not in {include}; install the headers of this Python (Debian: `apt install python3-dev`).")
+        raise fail(
+            f"Python.h is not in {include}; install the headers of this Python "
+            "(Debian: `apt install python3-dev`)."
+        )
 
 
 @dataclass(frozen=True)
@@ -66,13 +73,14 @@ class TorchInfo:
 
 
 def require_torch() -> TorchInfo:
-    # torch.version is read without importing torch: quick, and it also works where torch's libraries do not load.
+    # torch.version is read without importing torch: that is quick and needs none of its libraries.
     spec = importlib.util.find_spec("torch")
     version_file = Path(spec.origin).parent / "version.py" if spec and spec.origin else None
     if version_file is None or not version_file.exists():
         raise fail(
-            f"torch is not installed for {sys.executable}; install it first (`pip install torch==2.14.1`) and build "
-            "with `pip install --no-build-isolation`, so that fsdpx is compiled against the torch it will run with."
+            f"torch is not installed for {sys.executable}; install it first (`pip install "
+            "torch==2.14.1`) and build with `pip install --no-build-isolation`, so that fsdpx is "
+            "compiled against the torch it will run with."
         )
     values: dict[str, object] = {}
     exec(compile(version_file.read_text(), str(version_file), "exec"), values)
@@ -84,23 +92,39 @@ def choose_nvcc(torch: TorchInfo) -> str | None:
     """The nvcc to build the CUDA sources with, or None for a CPU build."""
     wish = os.environ.get("FSDPX_CUDA", "auto")
     if wish not in ("0", "1", "auto", ""):
-        raise fail(f"FSDPX_CUDA={wish} is not understood; use 0 (CPU only), 1 (build the CUDA sources) or leave it unset.")
+        raise fail(
+            f"FSDPX_CUDA={wish} is not understood; use 0 (CPU only), 1 (build the CUDA sources) "
+            "or leave it unset."
+        )
     if wish == "0" or (wish != "1" and torch.cuda is None):
         return None
     homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
-    candidates = [os.environ.get("CUDACXX"), *(f"{home}/bin/nvcc" for home in homes), "nvcc", "/usr/local/cuda/bin/nvcc"]
+    candidates = [
+        os.environ.get("CUDACXX"),
+        *(f"{home}/bin/nvcc" for home in homes),
+        "nvcc",
+        "/usr/local/cuda/bin/nvcc",
+    ]
     for candidate in filter(None, candidates):
         found = shutil.which(candidate)
         if found:
             return toolkit_nvcc(found)
     if wish == "1":
-        raise fail("FSDPX_CUDA=1 asks for the CUDA sources, but nvcc was not found; put it on PATH or set CUDA_HOME.")
+        raise fail(
+            "FSDPX_CUDA=1 asks for the CUDA sources, but nvcc was not found; put it on PATH or "
+            "set CUDA_HOME."
+        )
     return None
 
 
 def toolkit_nvcc(nvcc: str) -> str:
-    """The compiler inside its toolkit: what is on PATH may be a script or a link that hides the toolkit's root."""
-    dry = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True, check=False)
+    """The compiler inside its toolkit: on PATH may be a script or a link that hides the root."""
+    dry = subprocess.run(
+        [nvcc, "--dryrun", "-x", "cu", "-c", os.devnull],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     for line in dry.stderr.splitlines():
         if line.startswith("#$ _HERE_="):
             real = Path(line.removeprefix("#$ _HERE_=")) / "nvcc"
@@ -118,7 +142,8 @@ class CMakeBuild(build_ext):
         require_python_headers()
         cmake, ninja = require_tool("cmake"), require_tool("ninja")
         nvcc = choose_nvcc(torch)
-        tag = f"{torch.version}-{sys.implementation.cache_tag}-{platform.machine()}-{'cuda' if nvcc else 'cpu'}"
+        kind = "cuda" if nvcc else "cpu"
+        tag = f"{torch.version}-{sys.implementation.cache_tag}-{platform.machine()}-{kind}"
         build_dir = ROOT / "build" / f"torch-{tag}".replace("+", "_")
         defines = {
             "CMAKE_BUILD_TYPE": os.environ.get("CMAKE_BUILD_TYPE", "Release"),
@@ -133,16 +158,31 @@ class CMakeBuild(build_ext):
         }
         if nvcc:
             defines["CMAKE_CUDA_COMPILER"] = nvcc
-        print(f"fsdpx: building _C for torch {torch.version} ({'CUDA by ' + nvcc if nvcc else 'CPU only'})", flush=True)
-        self.cmake(cmake, "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja", *(f"-D{k}={v}" for k, v in defines.items()))
-        jobs = os.environ.get("MAX_JOBS") or os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL") or str(os.cpu_count() or 1)
+        how = f"CUDA by {nvcc}" if nvcc else "CPU only"
+        print(f"fsdpx: building _C for torch {torch.version} ({how})", flush=True)
+        self.cmake(
+            cmake,
+            "--log-level=WARNING",
+            "-S",
+            str(ROOT),
+            "-B",
+            str(build_dir),
+            "-G",
+            "Ninja",
+            *(f"-D{k}={v}" for k, v in defines.items()),
+        )
+        jobs = (
+            os.environ.get("MAX_JOBS")
+            or os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL")
+            or str(os.cpu_count() or 1)
+        )
         self.cmake(cmake, "--build", str(build_dir), "--target", "_C", "--parallel", jobs)
         target = Path(self.get_ext_fullpath(ext.name))
         install(build_dir / f"_C{defines['FSDPX_EXTENSION_SUFFIX']}", target)
         install(build_dir / "_build_info.py", target.parent / "_build_info.py")
 
     def copy_extensions_to_source(self) -> None:
-        """Replaces setuptools' copy (called for in-place and editable builds) by one that replaces files in one move."""
+        """In-place and editable builds: like setuptools' copy, but each file in one move."""
         source = Path(self.build_lib, "fsdpx")
         for name in (self.get_ext_filename("_C"), "_build_info.py"):
             install(source / name, ROOT / "fsdpx" / name)
