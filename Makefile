@@ -91,7 +91,7 @@ wheel: env
 	@echo "wheel: into dist/"
 	@rm -rf build/lib.* build/bdist.* dist
 	@$(PY) -m pip wheel -q --no-build-isolation --no-deps -w dist .
-	@$(PY) -c 'import glob, zipfile; names = zipfile.ZipFile(*glob.glob("dist/fsdpx-*.whl")).namelist(); missing = [n for n in ("fsdpx/_C.", "fsdpx/_build_info.py", "fsdpx/py.typed", "fsdpx/__init__.py") if not any(x.startswith(n) for x in names)]; assert not missing, missing'
+	@$(PY) tests/check_wheel.py dist/fsdpx-*.whl
 
 clean:
 	@echo "clean: build products (environments stay)"

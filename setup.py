@@ -17,6 +17,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
@@ -202,4 +203,9 @@ def install(source: Path, target: Path) -> None:
     part.replace(target)
 
 
+if int(setuptools.__version__.split(".")[0]) < 77:
+    raise fail(
+        f"setuptools {setuptools.__version__} is too old to read pyproject.toml; upgrade it with "
+        f"`{sys.executable} -m pip install 'setuptools>=77'`."
+    )
 setup(ext_modules=[Extension("fsdpx._C", sources=[])], cmdclass={"build_ext": CMakeBuild})

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -39,3 +43,26 @@ def test_a_missing_build_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fsdpx._build_info", None)
     with pytest.raises(ImportError, match=r"not built in .*make build"):
         check_native_build()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("CXX", "no-such-compiler", "needs a C.*no-such-compiler was not found; install g"),
+        ("FSDPX_CUDA", "maybe", "FSDPX_CUDA=maybe is not understood; use 0"),
+    ],
+)
+def test_a_build_that_cannot_start_says_so_in_one_line(
+    variable: str, value: str, message: str
+) -> None:
+    build = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext"],
+        cwd=Path(__file__).parent.parent,
+        env={**os.environ, variable: value},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert build.returncode != 0
+    assert re.match(f"fsdpx: .*{message}", build.stderr.splitlines()[-1])
+    assert "Traceback" not in build.stderr
