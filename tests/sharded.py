@@ -123,3 +123,16 @@ def random_gradients(reference: nn.Module, seed: int) -> dict[str, torch.Tensor 
         name: torch.randn(p.shape, generator=generator, dtype=p.dtype)
         for name, p in reference.named_parameters()
     }
+
+
+def piece_of(full: torch.Tensor, begin: int, end: int, name: str = "layer.w") -> ShardedTensor:
+    """What the second of three ranks holds."""
+    ranges = [(0, begin), (begin, end), (end, full.numel())]
+    spec = Spec(name, full.shape, ranges, 1, None)
+    return ShardedTensor(spec.piece(full.detach()).clone(), spec, full.requires_grad)
+
+
+def trained(begin: int = 3, end: int = 17) -> ShardedTensor:
+    made = piece_of(torch.arange(35.0).view(7, 5).requires_grad_(), begin, end)
+    made._is_param = True
+    return made

@@ -3,38 +3,23 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from sharded import Model, pair, random_gradients, set_gradients, shard_tensors, whole
+from sharded import pair, piece_of, random_gradients, set_gradients, trained, whole
 from torch import nn
 
 from fsdpx.layout import ParameterInfo, Ranges, plan_unit
-from fsdpx.parameter import ShardedTensor, Spec, boxes, register
-
-
-def piece_of(full: torch.Tensor, begin: int, end: int, name: str = "layer.w") -> ShardedTensor:
-    """What the second of three ranks holds."""
-    ranges = [(0, begin), (begin, end), (end, full.numel())]
-    spec = Spec(name, full.shape, ranges, 1, None)
-    return ShardedTensor(spec.piece(full.detach()).clone(), spec, full.requires_grad)
-
-
-def parameter(begin: int = 3, end: int = 17) -> ShardedTensor:
-    made = piece_of(torch.arange(35.0).view(7, 5).requires_grad_(), begin, end)
-    made._is_param = True
-    return made
-
+from fsdpx.parameter import ShardedTensor, Spec, boxes
 
 # ---- looks ----
 
 
 def test_looks_like_the_whole_parameter() -> None:
-    p = parameter()
+    p = trained()
     assert isinstance(p, nn.Parameter)
     assert p.shape == (7, 5)
     assert (p.ndim, p.numel(), len(p), p.stride()) == (2, 35, 7, (5, 1))
@@ -49,7 +34,7 @@ def test_looks_like_the_whole_parameter() -> None:
 
 
 def test_modules_take_it() -> None:
-    module, p = nn.Module(), parameter()
+    module, p = nn.Module(), trained()
     module.w = p
     module.register_parameter("v", p)
     assert module.w is p
@@ -58,7 +43,7 @@ def test_modules_take_it() -> None:
 
 
 def test_spec_is_immutable_and_shared() -> None:
-    spec = parameter()._spec
+    spec = trained()._spec
     with pytest.raises(AttributeError, match="immutable"):
         spec.name = "other"
     assert copy.deepcopy(spec) is spec
@@ -132,7 +117,7 @@ WRITES: dict[str, Callable[[ShardedTensor], Any]] = {
     "foreach copy": lambda p: torch._foreach_copy_([p], [torch.ones(7, 5)]),
     "foreach zero": lambda p: torch._foreach_zero_([p]),
     "to_local": lambda p: p.to_local().add_(1),
-    "trunc_normal_": lambda p: nn.init.trunc_normal_(p),
+    "kaiming": lambda p: nn.init.kaiming_uniform_(p),
 }
 
 
@@ -144,7 +129,7 @@ def test_every_write_counts_on_the_flat_tensor(
 ) -> None:
     """Also where this rank holds nothing of the parameter."""
     flat = torch.zeros(64)
-    p = parameter(begin, end)
+    p = trained(begin, end)
     p._local = flat[: end - begin].copy_(p._local)
     before = flat._version
     with mode():
@@ -159,7 +144,7 @@ def test_every_write_counts_on_the_flat_tensor(
 @pytest.mark.parametrize("mode", ["foreach", "fused", "single"])
 def test_optimizer_steps_count(optimizer: str, mode: str) -> None:
     flat = torch.zeros(64)
-    held, empty = parameter(0, 20), parameter(20, 20)
+    held, empty = trained(0, 20), trained(20, 20)
     held._local, empty._local = flat[:20], flat[20:20]
     for p in (held, empty):
         p.grad = ShardedTensor(torch.ones_like(p._local), p._spec)
@@ -172,17 +157,16 @@ def test_optimizer_steps_count(optimizer: str, mode: str) -> None:
 
 def test_reads_do_not_count() -> None:
     flat = torch.zeros(35)
-    p = parameter(0, 35)
+    p = trained(0, 35)
     p._local = flat.view(-1)[:]
     before = flat._version
     with torch.no_grad():
-        p * 2, p.norm(), p.sum(), torch._foreach_add([p], 1), p.clone(), p.full_tensor, p == 3
-        torch.equal(p.detach(), p.clone().detach())
+        _ = p * 2, torch._foreach_add([p], 1), p.clone(), p.view(-1), p == 3, p.detach(), p.data
     assert flat._version == before
 
 
 def test_the_piece_can_be_repointed() -> None:
-    p = parameter()
+    p = trained()
     p._local = torch.zeros(14)
     with torch.no_grad():
         p.add_(1)
@@ -190,7 +174,7 @@ def test_the_piece_can_be_repointed() -> None:
 
 
 def test_data_takes_whole_and_sharded_values() -> None:
-    p = parameter()
+    p = trained()
     p.data = torch.ones(7, 5)
     assert torch.equal(p.to_local(), torch.ones(14))
     p.data = (p * 2).detach()
@@ -200,11 +184,11 @@ def test_data_takes_whole_and_sharded_values() -> None:
 
 
 def test_out_must_be_sharded_alike() -> None:
-    p = parameter().detach()
+    p = trained().detach()
     with pytest.raises(RuntimeError, match="unsharded tensor"):
         torch.add(p, p, out=torch.empty(7, 5))
     with pytest.raises(RuntimeError, match="sharded differently"):
-        torch.add(p, p, out=parameter(0, 35).detach())
+        torch.add(p, p, out=trained(0, 35).detach())
 
 
 # ---- values without dimensions ----
@@ -231,7 +215,7 @@ def test_type_promotion_without_dimensions(begin: int, end: int, other: torch.dt
 
 
 def test_like_and_new() -> None:
-    p = parameter().detach()
+    p = trained().detach()
     for made in (torch.zeros_like(p), torch.empty_like(p, memory_format=torch.channels_last)):
         assert isinstance(made, ShardedTensor)
         assert made.shape == (7, 5)
@@ -249,7 +233,7 @@ def test_like_and_new() -> None:
 
 
 def test_views_keep_the_elements_order() -> None:
-    p = parameter().detach()
+    p = trained().detach()
     for view in (
         p.view(-1),
         p.flatten(),
@@ -281,7 +265,6 @@ INITS: dict[str, Callable[[torch.Tensor], Any]] = {
     "uniform": nn.init.uniform_,
     "kaiming": nn.init.kaiming_uniform_,
     "xavier": nn.init.xavier_normal_,
-    "trunc": nn.init.trunc_normal_,
     "constant": lambda t: nn.init.constant_(t, 0.3),
     "ones": nn.init.ones_,
     "orthogonal": nn.init.orthogonal_,
@@ -325,7 +308,7 @@ def test_reset_parameters_equals_the_unsharded_one() -> None:
 
 
 def test_gradients_are_assigned_as_for_any_parameter() -> None:
-    p = parameter()
+    p = trained()
     p.grad = ShardedTensor(torch.ones(14), p._spec)
     p.grad = torch.ones(7, 5)  # a whole one is sliced when used
     torch.optim.SGD([p], lr=1.0).step()
@@ -337,7 +320,7 @@ def test_gradients_are_assigned_as_for_any_parameter() -> None:
 
 
 def test_hooks_wait_for_the_engine() -> None:
-    p, seen = parameter(), []
+    p, seen = trained(), []
     handle = p.register_post_accumulate_grad_hook(seen.append)
     for hook in p._post_accumulate_grad_hooks.values():
         hook(p)
@@ -356,7 +339,7 @@ def test_zero_grad() -> None:
 
 
 def test_whole_values_of_trained_parameters_under_grad_mode_are_errors() -> None:
-    p = parameter()
+    p = trained()
     for compute in (
         p.sum,
         p.norm,
@@ -368,150 +351,5 @@ def test_whole_values_of_trained_parameters_under_grad_mode_are_errors() -> None
         with pytest.raises(RuntimeError, match=r"'layer.w' .* silently get no gradient.*no_grad"):
             compute()
     for compute in (lambda: p @ torch.ones(5), lambda: nn.functional.linear(torch.ones(5), p)):
-        with pytest.raises(RuntimeError, match="'layer.w' .* is sharded"):
+        with pytest.raises(RuntimeError, match=r"'layer.w' .* is sharded"):
             compute()
-
-
-# ---- copies ----
-
-
-def test_copies() -> None:
-    p = parameter()
-    p.grad = ShardedTensor(torch.ones(14), p._spec)
-    copied = copy.deepcopy(p)
-    assert isinstance(copied, nn.Parameter)
-    assert copied.requires_grad
-    assert torch.equal(copied.grad.to_local(), torch.ones(14))
-    assert copied.to_local().data_ptr() != p.to_local().data_ptr()
-    assert copy.copy(p).to_local() is p.to_local()
-    pickled = pickle.loads(pickle.dumps(p))
-    assert isinstance(pickled, nn.Parameter)
-    assert pickled._spec == p._spec
-    assert torch.equal(pickled.to_local(), p.to_local())
-    module, _ = pair(0, 1)
-    assert all(isinstance(q, ShardedTensor) for q in copy.deepcopy(module).parameters())
-
-
-@pytest.mark.parametrize("weights_only", [True, False])
-def test_torch_save_and_load(weights_only: bool) -> None:
-    module, _ = pair(0, 1)
-    optimizer = torch.optim.AdamW(module.parameters())
-    set_gradients(module, random_gradients(Model(), 0))
-    optimizer.step()
-    buffer = io.BytesIO()
-    torch.save({"model": module.state_dict(), "optim": optimizer.state_dict()}, buffer)
-    buffer.seek(0)
-    loaded = torch.load(buffer, weights_only=weights_only)
-    for name, value in module.state_dict().items():
-        assert torch.equal(loaded["model"][name].to_local(), value.to_local())
-    state = loaded["optim"]["state"][0]["exp_avg"]
-    assert torch.equal(state.to_local(), optimizer.state[module.a.weight]["exp_avg"].to_local())
-    buffer.seek(0)
-    assert torch.load(buffer, map_location="meta")["model"]["a.weight"].to_local().is_meta
-
-
-def test_saving_a_piece_does_not_save_its_flat_tensor() -> None:
-    shard = shard_tensors([("a", torch.ones(10)), ("b", torch.ones(100_000))])
-    buffer = io.BytesIO()
-    torch.save(shard.parameters["a"], buffer)
-    assert buffer.tell() < 20_000
-
-
-def test_loading_outside_of_the_group_says_so() -> None:
-    p = pickle.loads(pickle.dumps(parameter())).detach()
-    assert torch.equal((p * 2).to_local(), torch.arange(3.0, 17.0) * 2)
-    for use in (p.full_tensor, p.sum, p.norm, lambda: torch.equal(p, p.clone())):
-        with pytest.raises(RuntimeError, match=r"'layer.w' is shared by 3 ranks, but was loaded"):
-            use()
-
-
-# ---- module methods ----
-
-
-def test_module_conversions_keep_the_objects() -> None:
-    module, _ = pair(0, 1)
-    before = dict(module.named_parameters())
-    module.bfloat16()
-    for name, p in module.named_parameters():
-        assert p is before[name]
-        assert isinstance(p, nn.Parameter)
-        assert (p.dtype, p.to_local().dtype) == (torch.bfloat16, torch.bfloat16)
-    module.to_empty(device="meta")
-    assert module.a.weight.to_local().is_meta
-
-
-def test_load_state_dict() -> None:
-    module, reference = pair(0, 1)
-    other = Model()
-    module.load_state_dict(other.state_dict())
-    for p, q in zip(module.parameters(), other.parameters(), strict=True):
-        assert torch.equal(whole(p), q)
-    sharded, _ = pair(0, 1, seed=5)
-    module.load_state_dict(sharded.state_dict())
-    fresh, _ = pair(0, 1, seed=9)
-    fresh.load_state_dict(module.state_dict(), assign=True)
-    for p, q in zip(fresh.parameters(), sharded.parameters(), strict=True):
-        assert torch.equal(whole(p), whole(q))
-        assert isinstance(p, ShardedTensor)
-    assert all(type(value) is ShardedTensor for value in module.state_dict().values())
-    assert all(
-        q.shape == p.shape for p, q in zip(reference.parameters(), module.parameters(), strict=True)
-    )
-
-
-# ---- errors ----
-
-REFUSED: dict[str, Callable[[ShardedTensor], Any]] = {
-    "aten.mm": lambda p: p @ torch.ones(5, 2),
-    "aten.t": lambda p: p.t(),
-    "aten.transpose": lambda p: p.mT,
-    "aten.select": lambda p: p[0],
-    "aten.slice": lambda p: p[1:3],
-    "aten.unbind": list,
-    "aten.cat": lambda p: torch.cat([p, p]),
-    "aten.stack": lambda p: torch.stack([p, p]),
-    "aten.cumsum": lambda p: p.cumsum(0),
-    "aten.sort": lambda p: p.sort(),
-    "aten.topk": lambda p: p.topk(2),
-    "aten.argmax": lambda p: p.argmax(),
-    "aten.std": lambda p: p.std(),
-    "aten._softmax": lambda p: p.softmax(-1),
-    "aten.sum": lambda p: p.sum(0),
-    "aten.linalg_vector_norm": lambda p: p.norm(dim=1),
-    "aten.amax": lambda p: p.amax(0),
-    "aten.bernoulli": torch.bernoulli,
-    "aten.index": lambda p: p[p > 0],
-    "aten.expand": lambda p: p.expand(2, 7, 5),
-    "aten.view.dtype": lambda p: p.view(torch.int32),
-    "aten._foreach_mm": lambda p: torch._foreach_mm([p], [p]),
-    "aten.eye": lambda p: nn.init.eye_(p),
-    "sharded differently": lambda p: p + parameter(0, 35).detach(),
-    "unsharded tensor": lambda p: torch.zeros(7, 5).add_(p),
-    "into an unsharded": lambda p: torch.zeros(7, 5).copy_(p),
-    r"shape \(3, 7, 5\)": lambda p: p + torch.ones(3, 7, 5),
-    r"shape \(4,\)": lambda p: p * torch.ones(4),
-    "item": lambda p: p.item(),
-    "tolist": lambda p: p.tolist(),
-    "numpy": lambda p: p.numpy(),
-    "bool": bool,
-    "float": float,
-    "int": int,
-    "share_memory_": lambda p: p.share_memory_(),
-    "DLPack": torch.from_dlpack,
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_refused_by_name_with_the_way_out(what: str) -> None:
-    p = parameter().detach()
-    with pytest.raises(RuntimeError, match=what) as caught:
-        REFUSED[what](p)
-    assert "'layer.w'" in str(caught.value)
-    assert "full_tensor()" in str(caught.value)
-
-
-def test_registering_again_changes_nothing() -> None:
-    from torch.optim.optimizer import _foreach_supported_types as types
-
-    register()
-    assert types.count(ShardedTensor) == 1

@@ -104,10 +104,19 @@ def _zero_dim(func: OpOverload, spec: Spec, args: tuple[Any, ...], kwargs: dict[
 @handles(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 def alias(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Another wrapper of the same piece."""
-    local = args[0]._local
-    # The same object, so that writes through the alias count as writes to the flat shard; a traced
-    # stand-in must be a new one.
-    return ShardedTensor(local if type(local) is torch.Tensor else func(local), args[0]._spec)
+    return _view(args[0], args[0]._spec)
+
+
+def _view(source: ShardedTensor, spec: Spec) -> ShardedTensor:
+    local = source._local
+    if type(local) is not torch.Tensor:
+        return ShardedTensor(aten.alias.default(local), spec)  # traced: must be a new one
+    # The same object, so that writes through the view count as writes to the flat shard.
+    if torch.is_inference_mode_enabled() and not source.is_inference():
+        # torch wants a view to be as ordinary as what it is a view of.
+        with torch.inference_mode(False):
+            return ShardedTensor(local, spec)
+    return ShardedTensor(local, spec)
 
 
 @handles(
@@ -121,11 +130,9 @@ def alias(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 )
 def reshape(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same elements in another shape: pieces follow the elements' order, so they stay."""
-    local, spec = args[0]._local, args[0]._spec
+    spec = args[0]._spec
     shape = func(torch.empty(spec.shape, device="meta"), *args[1:], **kwargs).shape
-    if type(local) is not torch.Tensor:
-        local = aten.alias.default(local)
-    return ShardedTensor(local, spec.reshaped(shape))
+    return _view(args[0], spec.reshaped(shape))
 
 
 @handles(aten.copy_.default)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch._ops import OpOverload
 
 Handler = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
@@ -62,5 +63,12 @@ def entry(func: OpOverload, refuse: Handler) -> Entry:
     """Looks an operator up and remembers the answer."""
     arguments = enumerate(func._schema.arguments)
     writes = tuple((i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write)
-    ENTRIES[func] = found = Entry(find(func) or refuse, writes)
+    ENTRIES[func] = found = Entry(find(func) or _composite(func) or refuse, writes)
     return found
+
+
+def _composite(func: OpOverload) -> Handler | None:
+    """Operators made of others, which autograd splits, arrive whole in inference mode: split them."""
+    if not func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        return None
+    return lambda func, args, kwargs: func.decompose(*args, **kwargs)
