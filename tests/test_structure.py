@@ -32,6 +32,7 @@ PYTHON_ROWS = (
     ("memory",),
     ("parameter",),
     ("unit",),
+    ("gradients",),
     ("schedule", "hooks"),
     ("fully_shard",),
     ("timeline", "checkpoint"),
