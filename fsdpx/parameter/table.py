@@ -68,7 +68,7 @@ def entry(func: OpOverload, refuse: Handler) -> Entry:
 
 
 def _composite(func: OpOverload) -> Handler | None:
-    """Operators made of others, which autograd splits, arrive whole in inference mode: split them."""
+    """Splits operators made of others, which autograd splits but inference mode does not."""
     if not func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
         return None
     return lambda func, args, kwargs: func.decompose(*args, **kwargs)
