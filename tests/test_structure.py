@@ -106,10 +106,7 @@ def test_python_layers(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PACKAGE, ids=name_of)
 def test_only_comm_runs_collectives(path: Path) -> None:
-    # Whole reads and norms of sharded parameters are the one exception, all in one file.
-    if path.is_relative_to(ROOT / "fsdpx" / "comm") or name_of(path).endswith(
-        "parameter/collectives.py"
-    ):
+    if path.is_relative_to(ROOT / "fsdpx" / "comm"):
         return
     calls = [
         f"line {node.lineno}: {ast.unparse(node.func)}"
