@@ -26,15 +26,17 @@ MAX_FUNCTION_LINES = 60
 PYTHON_ROWS = (
     ("_C", "_build_info"),
     ("_native", "errors", "events", "dtypes"),
-    ("policies", "layout", "probe"),
-    ("ops", "reference"),
+    ("policies", "layout", "probe", "mesh"),
+    ("reference",),
+    ("ops",),
     ("comm",),
     ("memory",),
     ("parameter",),
     ("unit",),
-    ("gradients",),
+    ("gradients", "collect"),
     ("schedule",),
     ("hooks",),
+    ("module",),
     ("fully_shard", "describe"),
     ("timeline", "checkpoint"),
     ("__init__",),
@@ -106,7 +108,8 @@ def test_python_layers(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PACKAGE, ids=name_of)
 def test_only_comm_runs_collectives(path: Path) -> None:
-    if path.is_relative_to(ROOT / "fsdpx" / "comm"):
+    # comm moves units; parameter/collectives.py answers what users ask of a sharded tensor.
+    if name_of(path).startswith("fsdpx/comm/") or name_of(path) == "fsdpx/parameter/collectives.py":
         return
     calls = [
         f"line {node.lineno}: {ast.unparse(node.func)}"
