@@ -1,6 +1,7 @@
 """Sharded data parallelism for PyTorch: flat units, fused native collectives, parameters as views.
 
-`fully_shard` shards a module in place; everything else here is optional. docs/architecture.md says how it works.
+`fully_shard` shards a module in place; everything else here is optional. docs/architecture.md says
+how it works.
 """
 
 # isort: off
@@ -12,13 +13,8 @@ check_native_build()  # before anything loads the native module
 from . import comm, ops
 from .describe import Description, describe
 from .errors import CommTimeout, DesyncError
-from .fully_shard import (
-    FSDPModule,
-    UnshardHandle,
-    fully_shard,
-    no_sync,
-    register_fsdp_forward_method,
-)
+from .fully_shard import fully_shard
+from .module import FSDPModule, UnshardHandle, no_sync, register_fsdp_forward_method
 from .parameter import ShardedTensor
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .timeline import record_timeline
