@@ -114,12 +114,10 @@ def race(
             dist.barrier()
             start = time.perf_counter()
             each.compute_gradients(tokens, targets)
-            if not time_update:
-                seconds = time.perf_counter() - start
+            computed = time.perf_counter()
             each.update()
-            if time_update:
-                seconds = time.perf_counter() - start
-            slowest = torch.tensor(seconds, dtype=torch.float64)
+            end = time.perf_counter() if time_update else computed
+            slowest = torch.tensor(end - start, dtype=torch.float64)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             if step >= warmup:
                 each.seconds.append(slowest.item())
@@ -224,7 +222,7 @@ def peak_step_bytes(each: Contestant, baseline: int) -> int:
 
 
 def bench_memory() -> None:
-    # Freed tensors go back to the system at once: the peak shows what is held, not what malloc keeps.
+    # Freed tensors go back to the system at once: the peak is of what is held, not of malloc.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
     mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
     peaks: dict[str, int] = {}
