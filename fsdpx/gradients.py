@@ -15,9 +15,13 @@ from .dtypes import dtype_code
 from .parameter import ShardedTensor
 from .unit import Unit
 
-# What `sys.getrefcount` gives for a gradient that only its buffer knows: the list, and the call
-# itself.
-_UNSHARED = 2
+
+def _most_references(objects: dict[int, Any]) -> int:
+    return max((sys.getrefcount(each) for each in objects.values()), default=0)
+
+
+# What that is for objects that only the dict knows.
+_UNSHARED = _most_references({0: object()})
 
 
 @dataclass
@@ -34,7 +38,7 @@ class Buffer:
         """Whether nobody outside holds a gradient of an earlier step (then it may be
         overwritten).
         """
-        if any(sys.getrefcount(g) > _UNSHARED for g in self.gradients.values()):
+        if _most_references(self.gradients) > _UNSHARED:
             return False
         holders = torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata)
         # The flat tensor, the views, and the storage object that the question itself makes.

@@ -365,7 +365,12 @@ class Unit:
         generation = self.generation
         issue_ns = time.monotonic_ns()
         event = comm.native.all_gather(
-            comm.stream, self._plan_gather, place.region, place.offset, generation
+            comm.stream,
+            self._plan_gather,
+            place.region,
+            place.offset,
+            generation,
+            comm.recorder,
         )
         comm.in_flight.add(event, self.shards)
         self.gathered = Pending(event, place, generation, issue_ns)

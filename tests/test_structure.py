@@ -27,7 +27,8 @@ PYTHON_ROWS = (
     ("_C", "_build_info"),
     ("_native", "errors", "events", "dtypes"),
     ("policies", "layout", "probe"),
-    ("ops", "reference"),
+    ("reference",),
+    ("ops",),
     ("comm",),
     ("memory",),
     ("parameter",),
@@ -109,6 +110,8 @@ def test_python_layers(path: Path) -> None:
 @pytest.mark.parametrize("path", PACKAGE, ids=name_of)
 def test_only_comm_runs_collectives(path: Path) -> None:
     if path.is_relative_to(ROOT / "fsdpx" / "comm"):
+        return
+    if path == ROOT / "fsdpx" / "parameter" / "collectives.py":  # reads of whole parameters
         return
     calls = [
         f"line {node.lineno}: {ast.unparse(node.func)}"
