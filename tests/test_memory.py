@@ -32,7 +32,7 @@ def test_two_units_at_a_time_pack_without_loss(sizes: list[int]) -> None:
 @given(SIZES, st.integers(1, 4))
 def test_every_window_finds_places_in_both_directions(sizes: list[int], window: int) -> None:
     num_bytes = arena_bytes(sizes, window)
-    assert num_bytes <= max(sizes) * (window + 1)
+    assert num_bytes <= 2 * max(sizes) * window
     ledger = Ledger(num_bytes)
     for order in (sizes, sizes[::-1]):
         held: list[tuple[int, int]] = []
