@@ -113,6 +113,9 @@ class Ledger:
         del self._taken[offset]
 
 
+_STEP = 128  # units are multiples of it
+
+
 def arena_bytes(sizes: Sequence[int], window: int) -> int:
     """Bytes that hold any `window` consecutive units of `sizes`, visited forwards, then backwards.
 
@@ -124,16 +127,16 @@ def arena_bytes(sizes: Sequence[int], window: int) -> int:
         The largest sum over windows, or a little more where places could not be packed that
         tightly.
     """
+    sizes = [size for size in sizes if size]
     num_bytes = max((sum(sizes[i : i + window]) for i in range(len(sizes))), default=0)
     while (missing := _overflow(sizes, window, num_bytes)) > 0:
-        num_bytes += missing
+        num_bytes += max(_STEP, missing // 8 // _STEP * _STEP)
     return num_bytes
 
 
 def _overflow(sizes: Sequence[int], window: int, num_bytes: int) -> int:
     """The size of the first unit that finds no place in an arena of `num_bytes`, or 0."""
     ledger = Ledger(num_bytes)
-    sizes = [size for size in sizes if size]
     for order in (sizes, sizes[::-1]) * 2:
         held: deque[int] = deque()
         for size in order:

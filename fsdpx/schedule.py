@@ -265,24 +265,24 @@ class Schedule:
     def on_access(self, unit: Unit) -> None:
         """An operator of the running backward reads the unit."""
         self._begin_backward()
-        self._visit_in_backward(unit)
+        if unit.phase is Phase.IDLE:
+            self._backward.visit(unit)
         self.gather(unit)
         self._prefetch(self._backward, unit.backward_prefetch, unit)
         unit.finish_gather()
-
-    def _visit_in_backward(self, unit: Unit) -> None:
-        if unit.phase is Phase.IDLE:
-            unit.to_phase(Phase.BACKWARD)
-            self._backward.visit(unit)
-            if unit.comm.recorder.enabled:
-                self._began[unit] = time.monotonic_ns()
+        self._enter_backward(unit)
 
     def on_first_gradient(self, unit: Unit) -> None:
+        """The running backward has computed a first gradient of the unit."""
         self._begin_backward()
-        if unit.phase is Phase.IDLE:
-            unit.to_phase(Phase.BACKWARD)
-            if unit.comm.recorder.enabled:
-                self._began[unit] = time.monotonic_ns()
+        self._enter_backward(unit)
+
+    def _enter_backward(self, unit: Unit) -> None:
+        if unit.phase is not Phase.IDLE:
+            return
+        unit.to_phase(Phase.BACKWARD)
+        if unit.comm.recorder.enabled:
+            self._began[unit] = time.monotonic_ns()
 
     def on_gradients(self, unit: Unit) -> None:
         """All gradients that the running backward computes for the unit are there."""
