@@ -10,7 +10,7 @@ from ._native import check_native_build
 check_native_build()  # before anything loads the native module
 # isort: on
 
-from . import comm, ops
+from . import comm, gradients, hooks, memory, module, ops, schedule, unit
 from .describe import Description, describe
 from .errors import CommTimeout, DesyncError
 from .fully_shard import fully_shard
@@ -18,6 +18,9 @@ from .module import FSDPModule, UnshardHandle, no_sync, register_fsdp_forward_me
 from .parameter import ShardedTensor
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .timeline import record_timeline
+from .torch_private import leave_to_eager
+
+leave_to_eager(gradients, hooks, memory, module, schedule, unit)
 
 __all__ = [
     "CPUOffloadPolicy",

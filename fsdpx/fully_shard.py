@@ -86,7 +86,8 @@ def fully_shard(  # type: ignore[misc]  # the overloads leave the options to thi
     originals = {id(managed.original): managed for managed in parameters}
     for managed in parameters:
         managed.original.__dict__["_fsdpx_taken"] = (type(modules[0]).__name__, managed.name)
-    unit = Unit(modules, parameters, group, options, device)
+    with torch.inference_mode(False):  # shards are written to in training
+        unit = Unit(modules, parameters, group, options, device)
     install_parameters(unit)
     replace_in_lists(managed_modules(modules), originals)
     _move_buffers(modules, device)

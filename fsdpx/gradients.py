@@ -13,6 +13,7 @@ import torch
 from . import _C
 from .dtypes import dtype_code
 from .parameter import ShardedTensor
+from .torch_private import storage_use_count
 from .unit import Unit
 
 
@@ -40,9 +41,7 @@ class Buffer:
         """
         if _most_references(self.gradients) > _UNSHARED:
             return False
-        holders = torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata)
-        # The flat tensor, the views, and the storage object that the question itself makes.
-        return bool(holders <= len(self.gradients) + 2)
+        return storage_use_count(self.flat) <= 1 + len(self.gradients)  # itself and the views
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from . import _C
-from .schedule import Schedule, current_backward
+from .schedule import Schedule
+from .torch_private import NO_BACKWARD, current_backward, leave_to_eager
 from .unit import Managed, Unit, unit_of, units
 
 # ---- Attributes
@@ -39,7 +40,7 @@ class Parameters(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         value = dict.__getitem__(self, name)
-        if current_backward() == -1:
+        if current_backward() == NO_BACKWARD:
             return value
         return self.full.get(id(value), value)
 
@@ -154,7 +155,7 @@ _sharded_classes: dict[type[nn.Module], type] = {}
 
 
 def sharded_class(cls: type[nn.Module], base: type) -> type:
-    """`cls` with `base` (FSDPModule) mixed in; calling an instance runs its unit around the call."""
+    """`cls` with `base` (FSDPModule) mixed in; a call of an instance is one of its unit."""
 
     def call_unit(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         unit = unit_of(self)
@@ -163,6 +164,7 @@ def sharded_class(cls: type[nn.Module], base: type) -> type:
             return call(*args, **kwargs)
         return run_forward(unit, self, call, args, kwargs)
 
+    leave_to_eager(call_unit)
     if cls not in _sharded_classes:
         body = {"__call__": call_unit, "__module__": cls.__module__}
         _sharded_classes[cls] = type(f"FSDP{cls.__name__}", (base, cls), body)

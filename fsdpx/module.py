@@ -6,7 +6,7 @@ import contextlib
 import functools
 import types
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from torch import nn
 
@@ -36,6 +36,12 @@ class FSDPModule:
         self = original.__new__(original)
         self.__init__(*args, **kwargs)
         return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        _refuse_copy(self, "copied: copy.deepcopy the model before fully_shard")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _refuse_copy(self, "pickled: save model.state_dict() instead")
 
     def _units(self, recurse: bool) -> list[Unit]:
         module = cast(nn.Module, self)
@@ -163,6 +169,10 @@ class FSDPModule:
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Not supported on CPU."""
         _refuse("set_symm_mem_for_comm", "fully_shard(comm='shm')")
+
+
+def _refuse_copy(module: Any, what: str) -> NoReturn:
+    raise RuntimeError(f"fsdpx: the sharded module {type(module).__name__} cannot be {what}")
 
 
 def _refuse(method: str, instead: str) -> None:

@@ -22,10 +22,8 @@ from . import _C
 from .comm import Communicator
 from .gradients import Gradients
 from .memory import Memory, Place, arena_bytes
+from .torch_private import NO_BACKWARD, current_backward
 from .unit import Phase, Storage, Unit
-
-_NO_BACKWARD = -1
-current_backward = torch._C._current_graph_task_id  # -1 outside of one
 
 
 class Order:
@@ -184,7 +182,7 @@ class Schedule:
         """Before a unit's forward: its parameters are full when this returns, the next gathers
         run.
         """
-        recompute = current_backward() != _NO_BACKWARD
+        recompute = current_backward() != NO_BACKWARD
         if recompute:
             self._begin_backward()
         elif self._depth == 0:
@@ -227,7 +225,7 @@ class Schedule:
                 unit.native.swap_out()
             unit.to_phase(Phase.IDLE)
         self._record_forward(unit)
-        recompute = current_backward() != _NO_BACKWARD
+        recompute = current_backward() != NO_BACKWARD
         try:
             if ok and unit.storage is Storage.GATHERED:
                 unit.check_unedited()
@@ -325,7 +323,7 @@ class Schedule:
 
     def _begin_backward(self) -> None:
         task = current_backward()
-        if task in self._tasks or task == _NO_BACKWARD:
+        if task in self._tasks or task == NO_BACKWARD:
             return
         if not self._tasks:
             self._backward.begin(guess=self._forward.recorded[::-1])

@@ -222,17 +222,6 @@ class Unit:
         self.native.set_names(name, ranges)
         self._plan_gather = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
-        raise RuntimeError(
-            f"fsdpx: unit '{self.name}' cannot be copied: copy.deepcopy the model before "
-            "fully_shard"
-        )
-
-    def __reduce__(self) -> Any:
-        raise RuntimeError(
-            f"fsdpx: unit '{self.name}' cannot be pickled: save model.state_dict() instead"
-        )
-
     # ---- Properties
 
     @property
