@@ -20,8 +20,8 @@ namespace {
 // fetching each line before it is overwritten costs more than a reader's later miss. Below, readers
 // find it in the cache.
 constexpr int64_t kStreamBytes = int64_t{32} << 20;
-constexpr int64_t kSumBlock =
-    128;  // elements of a partial sum: short, so that all sources stay in step
+// Elements of a partial sum: short, so that the hardware prefetches all sources at once.
+constexpr int64_t kSumBlock = 256;
 constexpr uintptr_t kLineBytes = 64;             // a cache line
 constexpr int64_t kMaxNumel = int64_t{1} << 58;  // sizes in bytes stay within 64 bits
 
