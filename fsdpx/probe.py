@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from . import _C
-from .dtypes import code
+from .dtypes import dtype_code as code
 
 TESTED = ("2.13", "2.14")
 _VARIABLE = "FSDPX_UNTESTED_TORCH"

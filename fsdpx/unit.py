@@ -13,7 +13,7 @@ from torch import nn
 
 from . import _C
 from .comm import Communicator
-from .dtypes import code
+from .dtypes import dtype_code as code
 from .layout import Granularity, ParameterInfo, UnitLayout, plan_unit
 from .memory import Place
 from .parameter import ShardedTensor, Spec
