@@ -64,6 +64,7 @@ Board::Board(int rank, std::vector<std::shared_ptr<Mapping>> blocks,
 }
 
 void Board::begin(const Announcement& announcement) {
+  check_failures();  // a rank that comes late hears why the others gave up, not that it differs
   announce(announcement);
   meet();
 }
@@ -128,24 +129,29 @@ void Board::wait(int peer, Epoch ControlBlock::*epoch, Deadline deadline, const 
   }
 }
 
+void Board::check_failures() {
+  for (int rank = 0; rank < size(); ++rank) {
+    const auto state = BoardState(block(rank).state.load(std::memory_order_acquire));
+    if (state == BoardState::kRunning || state == BoardState::kLeft) continue;
+    const std::string message = block(rank).message;
+    post_failure(state, message);
+    throw_state(state, message);
+  }
+}
+
 // What ends a wait early: a rank that can't go on, or a peer that is not there any more.
 void Board::check_states(int peer, Epoch ControlBlock::*epoch) {
   check<std::runtime_error>(!closed_.load(std::memory_order_relaxed),
                             "the communicator was closed on this rank while it waited in ",
                             describe(current_));
-  for (int rank = 0; rank < size(); ++rank) {
-    const auto state = BoardState(block(rank).state.load(std::memory_order_acquire));
-    if (state == BoardState::kRunning) continue;
-    if (state == BoardState::kLeft) {
-      // It may have finished this collective before it left.
-      if (rank != peer || reached(block(rank).*epoch, sequence_)) continue;
-      fail(BoardState::kFailed,
-           detail::concat("fsdpx: rank ", peer, " has left; rank ", rank_, " waits for it in ",
-                          describe(current_), ", collective ", sequence_));
-    }
-    const std::string message = block(rank).message;
-    if (rank != rank_) post_failure(state, message);
-    throw_state(state, message);
+  check_failures();
+  const auto state = BoardState(block(peer).state.load(std::memory_order_acquire));
+  // It may have finished this collective before it left.
+  if (reached(block(peer).*epoch, sequence_)) return;
+  if (state == BoardState::kLeft) {
+    fail(BoardState::kFailed,
+         detail::concat("fsdpx: rank ", peer, " has left; rank ", rank_, " waits for it in ",
+                        describe(current_), ", collective ", sequence_));
   }
   if (!exchange_->alive(peer) && !reached(block(peer).*epoch, sequence_)) {
     fail(BoardState::kFailed,

@@ -50,6 +50,7 @@ class Board {
   void post_failure(BoardState state, const std::string& message) noexcept;
   void check_usable();          // throws what broke the communicator, if anything did
   void leave() noexcept;
+  void set_timeout(double seconds) { timeout_ = seconds; }
   uint32_t sequence() const { return sequence_; }
   Deadline deadline() const { return deadline_after(timeout_); }
 
@@ -58,13 +59,14 @@ class Board {
   int size() const { return static_cast<int>(blocks_.size()); }
   void wait_all(Epoch ControlBlock::*epoch, const char* phase);
   void wait(int peer, Epoch ControlBlock::*epoch, Deadline deadline, const char* phase);
+  void check_failures();
   void check_states(int peer, Epoch ControlBlock::*epoch);
   void wake_all() const noexcept;
   AnnouncementWords read(int rank, uint32_t sequence) const;
   std::string whereabouts() const;
 
   const int rank_;
-  const double timeout_;
+  double timeout_;
   std::vector<std::shared_ptr<Mapping>> mappings_;
   std::vector<ControlBlock*> blocks_;
   std::shared_ptr<Exchange> exchange_;

@@ -62,7 +62,7 @@ std::shared_ptr<Communicator> ShmBootstrap::connect(int rank,
   check(rank >= 0 && rank < size, "rank ", rank, " of ", size);
   check(control_ != nullptr, "a bootstrap connects once");
   if (auto* sockets = dynamic_cast<SocketExchange*>(exchange_.get())) {
-    sockets->connect(rank, addresses, deadline_after(options.timeout));
+    sockets->connect(rank, addresses, deadline_after(options.connect_timeout));
   } else if (auto* names = dynamic_cast<NamedExchange*>(exchange_.get())) {
     names->connect(rank, addresses);
   } else {
@@ -79,15 +79,17 @@ ShmCommunicator::ShmCommunicator(int rank, int size, std::shared_ptr<Exchange> e
       pid_(getpid()),
       options_(options),
       exchange_(std::move(exchange)) {
-  const Deadline deadline = deadline_after(options.timeout);
+  const Deadline deadline = deadline_after(options.connect_timeout);
   exchange_->offer(*control, deadline);
   std::vector<std::shared_ptr<Mapping>> blocks(size);
   for (int peer = 0; peer < size; ++peer)
     blocks[peer] = peer == rank ? control : exchange_->take(peer, kControlBytes, deadline);
-  board_ = std::make_unique<Board>(rank, std::move(blocks), exchange_, options.timeout);
+  board_ = std::make_unique<Board>(rank, std::move(blocks), exchange_,
+                                   options.connect_timeout);
   board_->begin({"connect", {}, {}, size, 0, uint64_t(options.max_send_bytes)});
   exchange_->finish(*control);
   board_->end();
+  board_->set_timeout(options.timeout);
   if (options.max_send_bytes >= 0) {
     for (auto& buffer : send_buffers_)
       buffer = make_region({"allocate a send buffer", {}, {}, options.max_send_bytes, 0, 0});

@@ -15,6 +15,7 @@ namespace fsdpx {
 
 struct ShmOptions {
   double timeout = 1800;         // seconds, of each wait for other ranks
+  double connect_timeout = 60;   // the same while connecting
   int64_t max_send_bytes = -1;   // of each of the two send buffers; -1: as large as the largest reduction so far
 };
 
@@ -29,9 +30,9 @@ class ShmBootstrap {
                                         const ShmOptions& options);
 
  private:
+  std::string address_;  // before what fills it
   std::shared_ptr<Exchange> exchange_;
   std::shared_ptr<Mapping> control_;
-  std::string address_;
 };
 
 class ShmCommunicator final : public Communicator {
