@@ -10,16 +10,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .comm import Communicator
 
 
-@dataclass(frozen=True)
-class Place:
-    """Bytes ``[offset, offset + num_bytes)`` of a region; `pointer` is where they are on this
-    rank.
-    """
+class Place(NamedTuple):
+    """Bytes ``[offset, offset + num_bytes)`` of a region; on this rank they are at `pointer`."""
 
     region: int
     offset: int
