@@ -112,7 +112,7 @@ class Unit:
         device: torch.device,
     ) -> None:
         self.modules = tuple(modules)
-        self.name = type(modules[0]).__name__
+        self.name = self.class_name = type(modules[0]).__name__
         self.group = group
         self.options = options
         self.device = device
@@ -120,6 +120,7 @@ class Unit:
         self.storage = Storage.SHARDED
         self.phase = Phase.IDLE
         self.pins = 0  # forwards of the unit that are running
+        self.num_calls = 0  # forwards of its modules in this pass
         self.gathered: Pending | None = None
         self.kept_by_user = False  # unshard() without reshard()
         self.trainable: list[bool] = [bool(_original(m).requires_grad) for m in parameters]
