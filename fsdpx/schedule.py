@@ -228,8 +228,8 @@ class Schedule:
         self._depth -= 1
         unit.pins -= 1
         if unit.pins == 0:
-            if not unit.kept_by_user:
-                unit.native.swap_out()
+            unit.kept_by_user = False  # unshard() lasts to the end of the next forward
+            unit.native.swap_out()
             unit.to_phase(Phase.IDLE)
         self._record_forward(unit)
         recompute = current_backward() != NO_BACKWARD
@@ -245,7 +245,7 @@ class Schedule:
     def _after_forward(self, unit: Unit) -> None:
         if unit.num_calls % len(unit.modules):
             return  # one of several modules: the others need the unit too
-        if not unit.kept_by_user and not self.is_kept(unit):
+        if not self.is_kept(unit):
             self.free(unit)
         elif torch.is_grad_enabled():
             unit.native.set_notify(True)  # its first read in backward starts the next gathers

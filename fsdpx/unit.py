@@ -129,6 +129,9 @@ class Unit:
         self.shards = self._shard_originals()
         self.native = self._make_native()
         self._make_leaves()
+        self._nothing = torch.empty(1)  # what a unit without elements is attached to, for good
+        if not self.gathered_bytes:
+            self.native.attach(self._nothing.data_ptr())
         self._version = self.native.version()
         self._plan_gather: _C.GatherPlan | None = None
         self._comm: Communicator | None = None
