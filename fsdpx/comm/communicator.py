@@ -100,7 +100,8 @@ class Communicator:
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Memory that peers can write: what `all_gather` wants as `out`.
 
-        Collective: all ranks allocate the same, in the same order. Waits for what was issued before.
+        Collective: all ranks allocate the same, in the same order. Waits for what was
+        issued before.
 
         Args:
             numel: Number of elements.
@@ -172,7 +173,9 @@ class Communicator:
             base, nbytes, number = self._regions[index]
             if address + out.nbytes <= base + nbytes:
                 return number, address - base
-        raise ValueError("fsdpx: out is not in memory that peers can write: make it with allocate()")
+        raise ValueError(
+            "fsdpx: out is not in memory that peers can write: make it with allocate()"
+        )
 
     def _empty_region(self) -> int:
         if self._empty is None:
