@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 # These three fill the operator table.
-from fsdpx.parameter import elementwise, foreach, reductions
+from fsdpx.parameter import elementwise, foreach, reductions, state_dicts
 from fsdpx.parameter.spec import Spec, boxes, rebuild_spec
 from fsdpx.parameter.tensor import ShardedTensor, rebuild_tensor
 
@@ -28,8 +28,8 @@ def register() -> None:
     """Makes torch accept `ShardedTensor`; done at import, and harmless when repeated.
 
     Otherwise optimizers and `clip_grad_norm_` would go tensor by tensor (a collective for each),
-    `torch.load` with ``weights_only=True`` would refuse saved parameters, and a compiled optimizer
-    step would change pieces without counting as a write.
+    `torch.load` with ``weights_only=True`` would refuse saved parameters, distributed checkpoints
+    would take pieces for whole values, and a compiled optimizer step would not count as a write.
     """
     # `torch.optim.optimizer` is deleted as an attribute, so the lists are imported by name.
     from torch.optim.optimizer import _foreach_supported_types as optimizer_types
@@ -39,6 +39,7 @@ def register() -> None:
         if ShardedTensor not in types:
             types.append(ShardedTensor)  # type: ignore[arg-type]
     torch.serialization.add_safe_globals([rebuild_tensor, rebuild_spec])
+    state_dicts.install()
     if not _hooks:
         _hooks.append(register_optimizer_step_post_hook(_after_step))
 
