@@ -127,7 +127,13 @@ def test_reduce_adds_in_order(
     accumulate: bool,
 ) -> None:
     codes = dtype_code(from_dtype), dtype_code(to_dtype)
-    for count, numel, shift in ((2, 1003, 0), (3, 33, 1), (9, 2048, 0), (2, TILE + 9, 0)):
+    for count, numel, shift in (
+        (1, 100, 0),
+        (2, 1003, 0),
+        (3, 33, 1),
+        (9, 2048, 0),
+        (2, TILE + 9, 0),
+    ):
         srcs = [random_bits(numel, from_dtype, seed=k) for k in range(count)]
         old = random_bits(numel, to_dtype, seed=77)
         expected = misaligned(old, 0)
