@@ -81,12 +81,12 @@ def in_place(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def into(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an operator that writes to its argument `out`."""
-    target = kwargs.get("out")
-    if not isinstance(target, ShardedTensor):
+    """Runs an operator that writes to its `out` arguments, which have any names."""
+    targets = [kwargs[argument.name] for argument in func._schema.arguments if argument.is_out]
+    if not all(isinstance(target, ShardedTensor) for target in targets):
         refuse_for(first_spec(args, kwargs), func, UNSHARDED_TARGET)
-    _run(func, target._spec, args, kwargs)
-    return target
+    _run(func, targets[0]._spec, args, kwargs)
+    return targets[0] if len(targets) == 1 else tuple(targets)
 
 
 ELEMENTWISE = (functional, in_place, into)

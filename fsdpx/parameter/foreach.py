@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,7 +72,7 @@ def _specs(lists: Sequence[Sequence[torch.Tensor]]) -> list[Spec | None]:
     """What decides at each place: the first sharded tensor there."""
     found = _own_specs(lists[0])
     for more in lists[1:]:
-        if None not in found or len(more) != len(found):
+        if all(found) or len(more) != len(found):
             break
         found = [a or b for a, b in zip(found, _own_specs(more), strict=True)]
     return found
@@ -96,8 +97,9 @@ def _pieces(
             f"{len(tensors)}"
         )
     owns = _own_specs(tensors)
-    if owns == specs and None not in owns:  # by identity, nearly always
-        return [tensor._local for tensor in tensors]
+    if owns == specs:  # by identity, nearly always
+        with contextlib.suppress(AttributeError):  # plain ones at the same places
+            return [tensor._local for tensor in tensors]
     pieces: list[torch.Tensor] = []
     for tensor, spec, own in zip(tensors, specs, owns, strict=True):
         if own is spec:
