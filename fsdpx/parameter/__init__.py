@@ -14,9 +14,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 # These three fill the operator table.
-from fsdpx.parameter import elementwise, foreach, reductions
+from fsdpx.parameter import elementwise, foreach, reductions, state_dicts
 from fsdpx.parameter.spec import Spec, boxes, rebuild_spec
 from fsdpx.parameter.tensor import ShardedTensor, rebuild_tensor
+from fsdpx.torch_private import leave_to_eager
 
 __all__ = ["ShardedTensor", "Spec", "boxes", "register"]
 
@@ -28,8 +29,8 @@ def register() -> None:
     """Makes torch accept `ShardedTensor`; done at import, and harmless when repeated.
 
     Otherwise optimizers and `clip_grad_norm_` would go tensor by tensor (a collective for each),
-    `torch.load` with ``weights_only=True`` would refuse saved parameters, and a compiled optimizer
-    step would change pieces without counting as a write.
+    `torch.load` with ``weights_only=True`` would refuse saved parameters, distributed checkpoints
+    would take pieces for whole values, and a compiled optimizer step would not count as a write.
     """
     # `torch.optim.optimizer` is deleted as an attribute, so the lists are imported by name.
     from torch.optim.optimizer import _foreach_supported_types as optimizer_types
@@ -39,6 +40,7 @@ def register() -> None:
         if ShardedTensor not in types:
             types.append(ShardedTensor)  # type: ignore[arg-type]
     torch.serialization.add_safe_globals([rebuild_tensor, rebuild_spec])
+    state_dicts.install()
     if not _hooks:
         _hooks.append(register_optimizer_step_post_hook(_after_step))
 
@@ -49,10 +51,12 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         _count_writes(optimizer)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _count_writes(optimizer: torch.optim.Optimizer) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     increment_version([p._local for p in parameters if isinstance(p, ShardedTensor)])
+
+
+leave_to_eager(_count_writes)
 
 
 register()

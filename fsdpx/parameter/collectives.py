@@ -123,3 +123,16 @@ def _broadcast(local: torch.Tensor, whole: torch.Tensor, spec: Spec, owners: lis
     for work in works:
         if work is not None:
             work.wait()
+
+
+def broadcast_object(value: Any, group: Group) -> Any:
+    """What the first process of all passed, on every rank of `group` (the default one if None)."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0, group=group)
+    return box[0]
+
+
+def broadcast_whole(value: torch.Tensor, group: Group) -> None:
+    """Overwrites `value` by what the first process of all has."""
+    if value.numel():
+        dist.broadcast(value.view(-1).view(torch.uint8), src=0, group=group)
