@@ -1,0 +1,22 @@
+// The native module fsdpx._C: each part binds its own.
+#include <pybind11/pybind11.h>
+
+namespace fsdpx {
+void bind_kernels(pybind11::module_& m);
+void bind_comm(pybind11::module_& m);
+void bind_torch(pybind11::module_& m);
+}  // namespace fsdpx
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Native core of fsdpx.";
+  m.attr("torch_version") = FSDPX_TORCH_VERSION;
+#ifdef FSDPX_HAS_BIND_KERNELS
+  fsdpx::bind_kernels(m);
+#endif
+#ifdef FSDPX_HAS_BIND_COMM
+  fsdpx::bind_comm(m);
+#endif
+#ifdef FSDPX_HAS_BIND_TORCH
+  fsdpx::bind_torch(m);
+#endif
+}
