@@ -17,6 +17,7 @@ namespace fsdpx {
 class Event {
  public:
   bool query() const;             // true when the task has ended, well or not; never throws
+  bool ended_within(double seconds);  // waits; false after `seconds`; never throws what the task threw
   void wait(double seconds);      // throws CommTimeout after `seconds`
  private:
   friend class Stream;

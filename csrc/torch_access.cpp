@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include <memory>
+#include <string_view>
 
 #include "torch_unit.h"
 
@@ -63,10 +64,11 @@ void access_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torc
   try {
     op.redispatchBoxed(below, stack);  // operators that read only sizes are fine
   } catch (const c10::Error& error) {
-    TORCH_CHECK(false, "fsdpx: ", missing, " is not gathered, but ", op.schema().name(),
+    constexpr const char* kReads = " is not gathered, but ";
+    if (std::string_view(error.what_without_backtrace()).find(kReads) != std::string_view::npos) throw;  // said by an operator inside this one
+    TORCH_CHECK(false, "fsdpx: ", missing, kReads, op.schema().name(),
                 " reads it. Call the unit's module, register the method with fsdpx.register_fsdp_forward_method, or call "
-                "unshard() first. (",
-                error.what_without_backtrace(), ")");
+                "unshard() first");
   }
 }
 

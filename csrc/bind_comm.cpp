@@ -1,0 +1,256 @@
+// Python's view of streams, events, the recorder and communicators. Pointers and dtypes come as integers; fsdpx.comm checks them.
+#include <pybind11/functional.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <memory>
+#include <tuple>
+
+#include "check.h"
+#include "comm_queue.h"
+
+namespace py = pybind11;
+
+namespace fsdpx {
+namespace {
+
+using std::shared_ptr;
+
+bool python_is_ending() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsInitialized() == 0 || Py_IsFinalizing() != 0;
+#else
+  return Py_IsInitialized() == 0 || _Py_IsFinalizing() != 0;
+#endif
+}
+
+// Holds a Python object for a task. Released on the worker thread, which takes the GIL for it; when the interpreter is ending, that
+// would hang, and the object is left alone.
+shared_ptr<void> keep(py::object object) {
+  if (object.is_none()) return nullptr;
+  return {new py::object(std::move(object)), [](void* held) {
+            if (python_is_ending()) return;
+            py::gil_scoped_acquire gil;
+            delete static_cast<py::object*>(held);
+          }};
+}
+
+template <typename T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+void set_python_error(const char* name, const char* message) {
+  const py::object type = py::module_::import("fsdpx.errors").attr(name);
+  PyErr_SetString(type.ptr(), message);
+}
+
+void translate(std::exception_ptr error) {
+  try {
+    if (error) std::rethrow_exception(error);
+  } catch (const DesyncError& e) {
+    set_python_error("DesyncError", e.what());
+  } catch (const CommTimeout& e) {
+    set_python_error("CommTimeout", e.what());
+  }
+}
+
+// Waits in short pieces, so that Ctrl-C works.
+void wait(Event& event, double seconds) {
+  constexpr double kPiece = 0.1;
+  while (true) {
+    bool ended = false;
+    {
+      py::gil_scoped_release nogil;
+      ended = event.ended_within(std::min(std::max(seconds, 0.0), kPiece));
+    }
+    if (ended || seconds <= kPiece) break;
+    seconds -= kPiece;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  }
+  event.wait(0);
+}
+
+struct GatherPlan {
+  std::string unit;
+  std::vector<GatherSegment> segments;
+};
+
+using GatherRow = std::tuple<uintptr_t, int, int64_t, int64_t, int>;
+
+GatherPlan make_plan(std::string unit, const std::vector<GatherRow>& rows) {
+  GatherPlan plan{std::move(unit), {}};
+  for (const auto& [shard, shard_dtype, numel, offset, dtype] : rows)
+    plan.segments.push_back({pointer<const void>(shard), static_cast<DType>(shard_dtype), numel,
+                             offset, static_cast<DType>(dtype)});
+  return plan;
+}
+
+shared_ptr<Event> all_gather(shared_ptr<Communicator> comm, Stream& stream, const GatherPlan& plan,
+                             int64_t region, int64_t offset, uint64_t generation,
+                             Recorder* recorder, py::object keep_alive) {
+  auto op = std::make_shared<GatherOp>(
+      GatherOp{{plan.unit, generation}, {region, offset}, plan.segments});
+  return issue_all_gather(stream, std::move(comm), std::move(op), recorder,
+                          keep(std::move(keep_alive)));
+}
+
+using SpanRow = std::tuple<uintptr_t, int64_t, int64_t>;
+
+ReduceSegment make_reduce_segment(const std::vector<SpanRow>& grads, int grad_dtype, int wire_dtype,
+                                  int64_t numel, uintptr_t shard, int shard_dtype, double scale,
+                                  bool accumulate) {
+  ReduceSegment segment{{},
+                        static_cast<DType>(grad_dtype),
+                        static_cast<DType>(wire_dtype),
+                        numel,
+                        pointer<void>(shard),
+                        static_cast<DType>(shard_dtype),
+                        scale,
+                        accumulate};
+  for (const auto& [data, count, offset] : grads)
+    segment.grads.push_back({pointer<const void>(data), count, offset});
+  return segment;
+}
+
+shared_ptr<Event> reduce_scatter(shared_ptr<Communicator> comm, Stream& stream,
+                                 shared_ptr<ReduceOp> op, Recorder* recorder,
+                                 py::object keep_alive) {
+  return issue_reduce_scatter(stream, std::move(comm), std::move(op), keep(std::move(keep_alive)),
+                              recorder);
+}
+
+shared_ptr<Event> all_reduce(shared_ptr<Communicator> comm, Stream& stream, std::string unit,
+                             uint64_t generation, uintptr_t data, int dtype, int64_t numel,
+                             double scale, Recorder* recorder, py::object keep_alive) {
+  AllReduceOp op{{std::move(unit), generation}, pointer<void>(data), static_cast<DType>(dtype),
+                 numel, scale};
+  return issue_all_reduce(stream, std::move(comm), std::move(op), keep(std::move(keep_alive)),
+                          recorder);
+}
+
+shared_ptr<Event> barrier(shared_ptr<Communicator> comm, Stream& stream, std::string name) {
+  return stream.enqueue(
+      [comm = std::move(comm), tag = Tag{std::move(name), 0}] { comm->barrier(tag); });
+}
+
+// The bytes of a region as a Python buffer, which keeps the communicator (and so the memory) alive.
+struct RegionView {
+  shared_ptr<Communicator> comm;
+  void* data;
+  int64_t nbytes;
+};
+
+py::list take(Recorder& recorder) {
+  py::list rows;
+  for (const TraceEvent& e : recorder.take())
+    rows.append(py::make_tuple(e.lane, e.unit, e.operation, e.issue_ns, e.begin_ns, e.end_ns,
+                               e.wire_bytes));
+  return rows;
+}
+
+void bind_streams(py::module_& m) {
+  py::class_<Event, shared_ptr<Event>>(m, "Event")
+      .def("query", &Event::query, "True when the task has ended, well or not.")
+      .def("wait", &wait, py::arg("seconds"), "Waits without the GIL; raises what the task raised.");
+  py::class_<Stream, shared_ptr<Stream>>(m, "Stream")
+      .def(py::init<std::string>(), py::arg("name"))
+      .def(
+          "enqueue",
+          [](Stream& stream, py::function task) {
+            auto held = keep(std::move(task));
+            return stream.enqueue([held] {
+              py::gil_scoped_acquire gil;
+              try {
+                (*static_cast<py::object*>(held.get()))();
+              } catch (const py::error_already_set& error) {
+                throw std::runtime_error(error.what());
+              }
+            });
+          },
+          py::arg("task"), "Runs a Python callable on the worker thread.")
+      .def("close", &Stream::close, py::arg("seconds"), py::call_guard<py::gil_scoped_release>());
+  py::class_<Recorder, shared_ptr<Recorder>>(m, "Recorder")
+      .def(py::init<>())
+      .def_property_readonly("enabled", &Recorder::enabled)
+      .def("enable", &Recorder::enable, py::arg("on"))
+      .def(
+          "record",
+          [](Recorder& recorder, const std::string& lane, std::string unit, std::string operation,
+             int64_t issue_ns, int64_t begin_ns, int64_t end_ns, int64_t wire_bytes) {
+            const char* lane_name = lane == "compute" ? "compute"
+                                    : lane == "comm"  ? "comm"
+                                                      : "resident";
+            recorder.record({lane_name, std::move(unit), std::move(operation), issue_ns, begin_ns,
+                             end_ns, wire_bytes});
+          },
+          py::arg("lane"), py::arg("unit"), py::arg("operation"), py::arg("issue_ns"),
+          py::arg("begin_ns"), py::arg("end_ns"), py::arg("wire_bytes") = 0)
+      .def("take", &take,
+           "Events so far as (lane, unit, operation, issue_ns, begin_ns, end_ns, wire_bytes).");
+  m.def("now_ns", &now_ns, "The recorder's clock.");
+}
+
+void bind_operations(py::module_& m) {
+  py::class_<GatherPlan, shared_ptr<GatherPlan>>(m, "GatherPlan")
+      .def(py::init(&make_plan), py::arg("unit"), py::arg("segments"),
+           "Segments: (shard pointer, shard dtype, numel, byte offset in the place, dtype there).")
+      .def_readonly("unit", &GatherPlan::unit);
+  py::class_<ReduceSegment>(m, "ReduceSegment")
+      .def(py::init(&make_reduce_segment), py::arg("grads"), py::arg("grad_dtype"),
+           py::arg("wire_dtype"), py::arg("numel"), py::arg("shard"), py::arg("shard_dtype"),
+           py::arg("scale") = 1.0, py::arg("accumulate") = false,
+           "Gradients: (pointer or 0 for zeros, numel, element offset in the flat segment).");
+  py::class_<ReduceOp, shared_ptr<ReduceOp>>(m, "ReduceOp")
+      .def(py::init([](std::string unit, uint64_t generation, std::vector<ReduceSegment> segments,
+                       std::vector<uint8_t> used) {
+             return ReduceOp{{std::move(unit), generation}, std::move(segments), std::move(used)};
+           }),
+           py::arg("unit"), py::arg("generation"), py::arg("segments"),
+           py::arg("used") = std::vector<uint8_t>())
+      .def_readonly("used", &ReduceOp::used);
+}
+
+void bind_communicator(py::module_& m) {
+  const auto nogil = py::call_guard<py::gil_scoped_release>();
+  py::class_<RegionView>(m, "RegionView", py::buffer_protocol()).def_buffer([](RegionView& view) {
+    return py::buffer_info(static_cast<uint8_t*>(view.data), view.nbytes);
+  });
+  py::class_<Communicator, shared_ptr<Communicator>>(m, "Communicator")
+      .def_property_readonly("kind", &Communicator::kind)
+      .def_property_readonly("rank", &Communicator::rank)
+      .def_property_readonly("size", &Communicator::size)
+      .def("allocate", &Communicator::allocate, py::arg("nbytes"), nogil)
+      .def("region_data",
+           [](Communicator& comm, int64_t region) {
+             return reinterpret_cast<uintptr_t>(comm.region_data(region));
+           })
+      .def("region_view",
+           [](shared_ptr<Communicator> comm, int64_t region, int64_t nbytes) {
+             void* data = comm->region_data(region);
+             return RegionView{std::move(comm), data, nbytes};
+           })
+      .def("release", &Communicator::release, py::arg("region"), nogil)
+      .def("all_gather", &all_gather, py::arg("stream"), py::arg("plan"), py::arg("region"),
+           py::arg("offset"), py::arg("generation"), py::arg("recorder") = nullptr,
+           py::arg("keep_alive") = py::none())
+      .def("reduce_scatter", &reduce_scatter, py::arg("stream"), py::arg("op"),
+           py::arg("recorder") = nullptr, py::arg("keep_alive") = py::none())
+      .def("all_reduce", &all_reduce, py::arg("stream"), py::arg("unit"), py::arg("generation"),
+           py::arg("data"), py::arg("dtype"), py::arg("numel"), py::arg("scale") = 1.0,
+           py::arg("recorder") = nullptr, py::arg("keep_alive") = py::none())
+      .def("barrier", &barrier, py::arg("stream"), py::arg("name"))
+      .def("close", &Communicator::close, nogil);
+}
+
+}  // namespace
+
+void bind_comm(py::module_& m) {
+  py::register_exception_translator(&translate);
+  bind_streams(m);
+  bind_operations(m);
+  bind_communicator(m);
+}
+
+}  // namespace fsdpx

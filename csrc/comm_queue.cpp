@@ -1,0 +1,69 @@
+#include "comm_queue.h"
+
+#include <utility>
+
+namespace fsdpx {
+namespace {
+
+// Enqueues `call`, timed for the recorder. `owned` goes when the task has ended, before its event does.
+template <typename Call>
+std::shared_ptr<Event> issue(Stream& stream, const Tag& tag, const char* operation, int64_t bytes,
+                             Recorder* recorder, std::shared_ptr<void> owned, Call call) {
+  const bool record = recorder != nullptr && recorder->enabled();
+  const int64_t issue_ns = record ? now_ns() : 0;
+  std::string unit = record ? tag.unit : std::string();
+  return stream.enqueue([call = std::move(call), unit = std::move(unit), owned = std::move(owned),
+                         operation, bytes, recorder, record, issue_ns] {
+    const int64_t begin_ns = record ? now_ns() : 0;
+    call();
+    if (record)
+      recorder->record({"comm", unit, operation, issue_ns, begin_ns, now_ns(), bytes});
+  });
+}
+
+}  // namespace
+
+int64_t wire_bytes(const GatherOp& op, int num_ranks) {
+  int64_t bytes = 0;
+  for (const GatherSegment& s : op.segments) bytes += s.numel * itemsize(s.dst_dtype);
+  return bytes * (num_ranks - 1);
+}
+
+int64_t wire_bytes(const ReduceOp& op, int num_ranks) {
+  int64_t bytes = 0;
+  for (const ReduceSegment& s : op.segments) bytes += s.numel * itemsize(s.wire_dtype);
+  return bytes * (num_ranks - 1);
+}
+
+std::shared_ptr<Event> issue_all_gather(Stream& stream, std::shared_ptr<Communicator> comm,
+                                        std::shared_ptr<const GatherOp> op, Recorder* recorder,
+                                        std::shared_ptr<void> keep_alive) {
+  const int64_t bytes = wire_bytes(*op, comm->size());
+  const Tag& tag = op->tag;
+  return issue(stream, tag, "all_gather", bytes, recorder, std::move(keep_alive),
+               [comm = std::move(comm), op = std::move(op)] { comm->all_gather(*op); });
+}
+
+std::shared_ptr<Event> issue_reduce_scatter(Stream& stream, std::shared_ptr<Communicator> comm,
+                                            std::shared_ptr<ReduceOp> op,
+                                            std::shared_ptr<void> keep_alive, Recorder* recorder) {
+  const int64_t bytes = wire_bytes(*op, comm->size());
+  const Tag& tag = op->tag;
+  return issue(stream, tag, "reduce_scatter", bytes, recorder, std::move(keep_alive),
+               [comm = std::move(comm), op = std::move(op)] { comm->reduce_scatter(*op); });
+}
+
+std::shared_ptr<Event> issue_all_reduce(Stream& stream, std::shared_ptr<Communicator> comm,
+                                        AllReduceOp op, std::shared_ptr<void> keep_alive,
+                                        Recorder* recorder) {
+  // Each rank sends all other pieces for the sum, then its own piece of the sum to everyone.
+  const int num_ranks = comm->size();
+  const int64_t bytes = 2 * (op.numel * itemsize(op.dtype)) * (num_ranks - 1) / num_ranks;
+  const Tag tag = op.tag;
+  return issue(stream, tag, "all_reduce", bytes, recorder, std::move(keep_alive),
+               [comm = std::move(comm), op = std::move(op)] {
+                 comm->all_reduce(op.tag, op.data, op.dtype, op.numel, op.scale);
+               });
+}
+
+}  // namespace fsdpx

@@ -1,0 +1,288 @@
+// Checks, the choice of the instruction set, and the loops over spans and sources.
+#include "kernels.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <string>
+#include <string_view>
+#if defined(__SSE2__)
+#include <xmmintrin.h>
+#endif
+
+#include "check.h"
+#include "kernels_table.h"
+
+namespace fsdpx {
+namespace {
+
+// From here on, a destination is written past the caches: it would evict what is in them, and
+// fetching each line before it is overwritten costs more than a reader's later miss. Below, readers
+// find it in the cache.
+constexpr int64_t kStreamBytes = int64_t{32} << 20;
+constexpr int64_t kSumBlock = 1024;              // elements of a partial sum: first-level cache
+constexpr int64_t kMaxNumel = int64_t{1} << 58;  // sizes in bytes stay within 64 bits
+
+// Subnormals are kept and rounding is to nearest even whatever the calling thread has set.
+class FloatEnvironment {
+ public:
+#if defined(__SSE2__)
+  FloatEnvironment() : saved_(_mm_getcsr()) {
+    if (saved_ != kDefault) _mm_setcsr(kDefault);
+  }
+  ~FloatEnvironment() {
+    if (saved_ != kDefault) _mm_setcsr(saved_);
+  }
+#else
+  FloatEnvironment() = default;
+#endif
+  FloatEnvironment(const FloatEnvironment&) = delete;
+  FloatEnvironment& operator=(const FloatEnvironment&) = delete;
+
+#if defined(__SSE2__)
+ private:
+  static constexpr unsigned kDefault = 0x1f80;  // all exceptions masked, nothing else
+  const unsigned saved_;
+#endif
+};
+
+std::span<const PassTable* const> tables() {  // the best first
+#if defined(__x86_64__)
+  static const bool kHasAvx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  static const bool kHasAvx512 =
+      kHasAvx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  static const PassTable* const kTables[] = {&kAvx512Passes, &kAvx2Passes, &kPortablePasses};
+  return std::span(kTables).subspan(kHasAvx512 ? 0 : kHasAvx2 ? 1 : 2);
+#else
+  static const PassTable* const kTables[] = {&kPortablePasses};
+  return kTables;
+#endif
+}
+
+std::atomic<const PassTable*>& chosen_table() {
+  static std::atomic<const PassTable*> chosen = tables().front();
+  return chosen;
+}
+
+// One request, checked: from which type to which, and how.
+class Conversion {
+ public:
+  Conversion(const char* operation, DType from, DType to, double scale, bool accumulate)
+      : operation_(operation),
+        from_(from),
+        to_(to),
+        scale_(scale),
+        accumulate_(accumulate),
+        table_(chosen_table().load(std::memory_order_relaxed)) {
+    const bool arithmetic = is_floating(from) && is_floating(to);
+    check(arithmetic || (from == to && scale == 1.0 && !accumulate), operation, ": ", name(from),
+          " to ", name(to), " with scale ", scale, accumulate ? " and accumulation" : "",
+          " is not supported; types other than float32, float64, float16 and bfloat16 can only be "
+          "copied as they are");
+  }
+
+  bool copies() const { return from_ == to_ && scale_ == 1.0 && !accumulate_; }
+  bool streams(int64_t numel) const {
+    return !accumulate_ && numel >= kStreamBytes / itemsize(to_);
+  }
+
+  // `stream`: write past the caches.
+  void run(const void* src, void* dst, int64_t numel, bool stream) const {
+    if (numel == 0) return;
+    if (copies()) {
+      const size_t nbytes = static_cast<size_t>(numel * itemsize(to_));
+      if (stream) {
+        table_->stream_copy(src, dst, nbytes);
+      } else {
+        std::memcpy(dst, src, nbytes);
+      }
+      return;
+    }
+    const auto& passes = accumulate_ ? table_->add : stream ? table_->stream : table_->set;
+    passes[static_cast<int>(from_)][static_cast<int>(to_)](src, dst, numel, scale_);
+  }
+
+  // The sum of several sources, block by block.
+  void run_sum(std::span<const void* const> srcs, void* dst, int64_t numel) const {
+    const bool wide = from_ == DType::kFloat64 || to_ == DType::kFloat64;
+    const int sum_code = static_cast<int>(wide ? DType::kFloat64 : DType::kFloat32);
+    const int from = static_cast<int>(from_);
+    const int to = static_cast<int>(to_);
+    const Pass last = (accumulate_ ? table_->add : table_->set)[sum_code][to];
+    alignas(64) double sum[kSumBlock];
+    for (int64_t i = 0; i < numel; i += kSumBlock) {
+      const int64_t count = std::min(kSumBlock, numel - i);
+      table_->set[from][sum_code](at(srcs[0], i, from_), sum, count, 1.0);
+      for (size_t k = 1; k < srcs.size(); ++k) {
+        table_->add[from][sum_code](at(srcs[k], i, from_), sum, count, 1.0);
+      }
+      last(sum, static_cast<char*>(dst) + i * itemsize(to_), count, scale_);
+    }
+  }
+
+  // Conversions work on whole elements; copies move bytes and take any address.
+  void check_source(const char* what, size_t index, const void* data) const {
+    check_address(what, index, data, from_);
+  }
+  void check_destination(const char* what, size_t index, const void* data) const {
+    check_address(what, index, data, to_);
+  }
+
+  void check_apart(const char* what, size_t index, const void* src, int64_t src_numel,
+                   const void* dst, int64_t dst_numel) const {
+    const uintptr_t src_begin = reinterpret_cast<uintptr_t>(src);
+    const uintptr_t dst_begin = reinterpret_cast<uintptr_t>(dst);
+    const uintptr_t src_end = src_begin + static_cast<uintptr_t>(src_numel * itemsize(from_));
+    const uintptr_t dst_end = dst_begin + static_cast<uintptr_t>(dst_numel * itemsize(to_));
+    check(src_numel == 0 || dst_numel == 0 || src_end <= dst_begin || dst_end <= src_begin,
+          operation_, ": source and destination overlap at ", what, " ", index,
+          "; write to other memory");
+  }
+
+  static const void* at(const void* data, int64_t index, DType dtype) {
+    return static_cast<const char*>(data) + index * itemsize(dtype);
+  }
+
+ private:
+  void check_address(const char* what, size_t index, const void* data, DType dtype) const {
+    check(data != nullptr, operation_, ": ", what, " ", index, " is a null pointer");
+    check(copies() || reinterpret_cast<uintptr_t>(data) % itemsize(dtype) == 0, operation_, ": ",
+          what, " ", index, " is not aligned to the ", itemsize(dtype), " bytes of ", name(dtype),
+          "; copy it to aligned memory first");
+  }
+
+  const char* operation_;
+  DType from_;
+  DType to_;
+  double scale_;
+  bool accumulate_;
+  const PassTable* table_;
+};
+
+void check_numel(const char* operation, int64_t numel) {
+  check(numel >= 0 && numel <= kMaxNumel, operation, ": numel is ", numel,
+        "; it must lie between 0 and ", kMaxNumel);
+}
+
+// A span that lies in [begin, flat_numel).
+void check_span(const char* operation, size_t index, int64_t numel, int64_t offset, int64_t begin,
+                int64_t flat_numel) {
+  check(numel >= 0 && offset >= 0, operation, ": span ", index, " has numel ", numel,
+        " and offset ", offset, "; neither may be negative");
+  check(offset >= begin, operation, ": span ", index, " starts at ", offset,
+        ", before the end of the one before it (", begin, "); spans must ascend");
+  check(numel <= flat_numel && offset <= flat_numel - numel, operation, ": span ", index,
+        " covers elements [", offset, ", ", offset, " + ", numel, ") of a flat buffer of ",
+        flat_numel);
+}
+
+}  // namespace
+
+void cast(const void* src, DType from, void* dst, DType to, int64_t numel, double scale,
+          bool accumulate) {
+  const Conversion conversion("cast", from, to, scale, accumulate);
+  check_numel("cast", numel);
+  if (numel == 0) return;
+  conversion.check_source("source", 0, src);
+  conversion.check_destination("destination", 0, dst);
+  conversion.check_apart("source", 0, src, numel, dst, numel);
+  const FloatEnvironment environment;
+  conversion.run(src, dst, numel, conversion.streams(numel));
+}
+
+void pack(std::span<const ConstSpan> srcs, DType from, void* flat, DType to, int64_t flat_numel,
+          double scale, bool accumulate) {
+  const Conversion conversion("pack", from, to, scale, accumulate);
+  check_numel("pack", flat_numel);
+  if (flat_numel > 0) conversion.check_destination("flat buffer", 0, flat);
+  int64_t end = 0;
+  for (size_t i = 0; i < srcs.size(); ++i) {
+    const ConstSpan& src = srcs[i];
+    check_span("pack", i, src.numel, src.offset, end, flat_numel);
+    if (src.data != nullptr && src.numel > 0) {
+      conversion.check_source("span", i, src.data);
+      conversion.check_apart("span", i, src.data, src.numel, flat, flat_numel);
+    }
+    end = src.offset + src.numel;
+  }
+
+  const FloatEnvironment environment;
+  const bool stream = conversion.streams(flat_numel);
+  char* const bytes = static_cast<char*>(flat);
+  const auto clear = [&](int64_t begin, int64_t until) {
+    if (!accumulate && until > begin) {
+      std::memset(bytes + begin * itemsize(to), 0,
+                  static_cast<size_t>((until - begin) * itemsize(to)));
+    }
+  };
+  int64_t written = 0;
+  for (const ConstSpan& src : srcs) {
+    if (src.data == nullptr || src.numel == 0) continue;
+    clear(written, src.offset);
+    conversion.run(src.data, bytes + src.offset * itemsize(to), src.numel, stream);
+    written = src.offset + src.numel;
+  }
+  clear(written, flat_numel);
+}
+
+void unpack(const void* flat, DType from, std::span<const Span> dsts, DType to, double scale,
+            bool accumulate) {
+  const Conversion conversion("unpack", from, to, scale, accumulate);
+  int64_t total = 0;
+  for (size_t i = 0; i < dsts.size(); ++i) {
+    const Span& dst = dsts[i];
+    check_span("unpack", i, dst.numel, dst.offset, 0, kMaxNumel);
+    if (dst.numel == 0) continue;
+    conversion.check_source("flat buffer", 0, flat);
+    conversion.check_destination("span", i, dst.data);
+    conversion.check_apart("span", i, Conversion::at(flat, dst.offset, from), dst.numel, dst.data,
+                           dst.numel);
+    total += dst.numel;
+  }
+
+  const FloatEnvironment environment;
+  const bool stream = conversion.streams(total);
+  for (const Span& dst : dsts) {
+    conversion.run(Conversion::at(flat, dst.offset, from), dst.data, dst.numel, stream);
+  }
+}
+
+void reduce(std::span<const void* const> srcs, DType from, void* dst, DType to, int64_t numel,
+            double scale, bool accumulate) {
+  const Conversion conversion("reduce", from, to, scale, accumulate);
+  check_numel("reduce", numel);
+  check(!srcs.empty(), "reduce: there are no sources; give at least one");
+  check(srcs.size() == 1 || is_floating(from), "reduce: ", name(from),
+        " cannot be added; only float32, float64, float16 and bfloat16 can");
+  if (numel == 0) return;
+  conversion.check_destination("destination", 0, dst);
+  for (size_t k = 0; k < srcs.size(); ++k) {
+    conversion.check_source("source", k, srcs[k]);
+    conversion.check_apart("source", k, srcs[k], numel, dst, numel);
+  }
+  const FloatEnvironment environment;
+  if (srcs.size() == 1) {
+    conversion.run(srcs[0], dst, numel, conversion.streams(numel));
+  } else {
+    conversion.run_sum(srcs, dst, numel);
+  }
+}
+
+const char* isa() { return chosen_table().load(std::memory_order_relaxed)->isa; }
+
+void set_isa(const char* name) {
+  const std::string_view wanted(name);
+  std::string known = "auto";
+  for (const PassTable* table : tables()) {
+    if (wanted == "auto" || wanted == table->isa) {
+      chosen_table().store(table, std::memory_order_relaxed);
+      return;
+    }
+    known += std::string(", ") + table->isa;
+  }
+  check(false, "set_isa: \"", name,
+        "\" is not an instruction set that this machine has; use one of ", known);
+}
+
+}  // namespace fsdpx

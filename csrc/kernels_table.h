@@ -1,0 +1,30 @@
+// What each instruction set offers to kernels.cpp: plain functions over contiguous elements. This
+// header must stay free of inline functions, for it is included where other instruction sets are
+// allowed.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace fsdpx {
+
+inline constexpr int kNumFloating = 4;  // the first codes of DType
+
+// dst[i] = narrow(widen(src[i]) * scale) (+ dst[i] before narrowing, in `add`)
+using Pass = void (*)(const void* src, void* dst, int64_t numel, double scale);
+
+struct PassTable {
+  const char* isa;
+  Pass set[kNumFloating][kNumFloating];  // [from][to]
+  Pass add[kNumFloating][kNumFloating];
+  Pass stream[kNumFloating][kNumFloating];  // `set` with stores that bypass the caches
+  void (*stream_copy)(const void* src, void* dst, size_t nbytes);
+};
+
+extern const PassTable kPortablePasses;
+#if defined(__x86_64__)
+extern const PassTable kAvx2Passes;
+extern const PassTable kAvx512Passes;
+#endif
+
+}  // namespace fsdpx

@@ -1,0 +1,43 @@
+"""Sharded data parallelism for PyTorch: flat units, fused native collectives, parameters as views.
+
+`fully_shard` shards a module in place; everything else here is optional. docs/architecture.md says how it works.
+"""
+
+# isort: off
+from ._native import check_native_build
+
+check_native_build()  # before anything loads the native module
+# isort: on
+
+from . import comm, ops
+from .describe import Description, describe
+from .errors import CommTimeout, DesyncError
+from .fully_shard import (
+    FSDPModule,
+    UnshardHandle,
+    fully_shard,
+    no_sync,
+    register_fsdp_forward_method,
+)
+from .parameter import ShardedTensor
+from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .timeline import record_timeline
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "CommTimeout",
+    "Description",
+    "DesyncError",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ShardedTensor",
+    "UnshardHandle",
+    "comm",
+    "describe",
+    "fully_shard",
+    "no_sync",
+    "ops",
+    "record_timeline",
+    "register_fsdp_forward_method",
+]

@@ -1,0 +1,153 @@
+"""What was decided for a model: communicators and why, layout, and the memory that a step takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from .hooks import all_schedules, make_schedule
+from .schedule import Schedule
+from .unit import Unit, units
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class UnitDescription:
+    """One unit. Bytes are of the whole unit where nothing else is said.
+
+    Attributes:
+        name: Path of its module.
+        comm: Kind of its communicator.
+        reason: Why that one was chosen.
+        world_size: Ranks that share it.
+        num_parameters: Parameter tensors.
+        numel: Elements of all parameters.
+        gathered_bytes: In the compute dtypes, padding included.
+        padding_bytes: Of these, bytes that belong to no parameter.
+        shard_bytes: On this rank, in the original dtypes.
+        gradient_bytes: Full gradients of one backward, in the compute dtypes.
+        kept: Whether it stays gathered from forward to backward.
+    """
+
+    name: str
+    comm: str
+    reason: str
+    world_size: int
+    num_parameters: int
+    numel: int
+    gathered_bytes: int
+    padding_bytes: int
+    shard_bytes: int
+    gradient_bytes: int
+    kept: bool
+
+
+@dataclass(frozen=True)
+class MemoryDescription:
+    """Bytes that one training step takes on this rank, apart from activations and optimizer state.
+
+    Attributes:
+        shards: Sharded parameters.
+        gradients: Sharded gradients (as large as the trainable shards).
+        arenas: Slots of the scheduled units, all nesting levels.
+        kept: Memory of units that stay gathered.
+        unit_gradients: Full gradients of the largest unit, as backward makes them.
+        send_buffers: Two packed gradient buffers of the largest unit, in the wire dtype.
+    """
+
+    shards: int
+    gradients: int
+    arenas: int
+    kept: int
+    unit_gradients: int
+    send_buffers: int
+
+    @property
+    def total(self) -> int:
+        parts = (self.shards, self.gradients, self.arenas, self.kept)
+        return sum(parts) + self.unit_gradients + self.send_buffers
+
+
+@dataclass(frozen=True)
+class Description:
+    """`describe`'s result; print it, or read its parts."""
+
+    units: tuple[UnitDescription, ...]
+    memory: MemoryDescription
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.units)} units"]
+        for unit in self.units:
+            pad = 100 * unit.padding_bytes / max(1, unit.gathered_bytes)
+            kept = ", kept to backward" if unit.kept else ""
+            lines.append(
+                f"  {unit.name}: {unit.num_parameters} parameters, {unit.numel:,} elements, "
+                f"{_mib(unit.gathered_bytes)} gathered ({pad:.1f} % padding), {_mib(unit.shard_bytes)} per rank of "
+                f"{unit.world_size}{kept}; {unit.comm} ({unit.reason})"
+            )
+        memory = self.memory
+        lines.append("memory of a step on this rank, without activations and optimizer state")
+        for name in ("shards", "gradients", "arenas", "kept", "unit_gradients", "send_buffers"):
+            lines.append(f"  {name.replace('_', ' ')}: {_mib(getattr(memory, name))}")
+        lines.append(f"  total: {_mib(memory.total)}")
+        return "\n".join(lines)
+
+
+def describe(model: nn.Module) -> Description:
+    """Says what was decided for a model's units: communicator and why, layout, memory.
+
+    Collective if the model has not been called yet: the ranks then agree on communicators and memory.
+
+    Args:
+        model: A module that `fully_shard` was called on, or one that holds such modules.
+
+    Raises:
+        ValueError: If it has no units.
+    """
+    found = units(model)
+    if not found:
+        raise ValueError("describe: the model has no units: call fully_shard first")
+    if not all_schedules(model):
+        make_schedule(model)
+    schedules = all_schedules(model)
+    owner = {unit: schedule for schedule in schedules for unit in schedule.units}
+    described = tuple(_describe_unit(unit, owner[unit]) for unit in found)
+    return Description(described, _describe_memory(found, described, schedules))
+
+
+def _describe_unit(unit: Unit, schedule: Schedule) -> UnitDescription:
+    layout = unit.layout
+    return UnitDescription(
+        name=unit.name,
+        comm=unit.comm.kind,
+        reason=unit.comm.reason,
+        world_size=unit.group.size,
+        num_parameters=len(unit.parameters),
+        numel=sum(info.numel for info in layout.parameters),
+        gathered_bytes=layout.gathered_bytes,
+        padding_bytes=layout.padding.num_bytes,
+        shard_bytes=layout.shard_bytes,
+        gradient_bytes=layout.trainable_bytes,
+        kept=schedule.is_kept(unit),
+    )
+
+
+def _describe_memory(
+    found: list[Unit], described: tuple[UnitDescription, ...], schedules: list[Schedule]
+) -> MemoryDescription:
+    memories = [memory for schedule in schedules for memory in schedule.memories.values()]
+    segments = [segment for unit in found for segment in unit.layout.segments if segment.trainable]
+    return MemoryDescription(
+        shards=sum(unit.shard_bytes for unit in described),
+        gradients=sum(segment.shard_bytes for segment in segments),
+        arenas=sum(sum(memory.arena_num_bytes.values()) for memory in memories),
+        kept=sum(unit.gathered_bytes for unit in described if unit.kept),
+        unit_gradients=max((unit.gradient_bytes for unit in described), default=0),
+        send_buffers=2 * max((unit.wire_bytes for unit in found), default=0),
+    )
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / _MIB:.2f} MiB"

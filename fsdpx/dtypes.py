@@ -1,0 +1,40 @@
+"""torch dtypes and the codes that the native core knows them by (csrc/dtype.h)."""
+
+from __future__ import annotations
+
+import torch
+
+FLOAT32 = 0
+FLOAT64 = 1
+FLOAT16 = 2
+BFLOAT16 = 3
+
+_FLOATING = {
+    torch.float32: FLOAT32,
+    torch.float64: FLOAT64,
+    torch.float16: FLOAT16,
+    torch.bfloat16: BFLOAT16,
+}
+_BITS = {1: 4, 2: 5, 4: 6, 8: 7, 16: 8}  # by itemsize
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    """The native code of `dtype`.
+
+    The four floating types that arithmetic exists for have codes of their own; every other type
+    travels as bits of its size.
+
+    Raises:
+        ValueError: The native core has no elements of this size.
+    """
+    code = _FLOATING.get(dtype)
+    if code is None:
+        code = _BITS.get(dtype.itemsize)
+    if code is None:
+        raise ValueError(f"{dtype} has elements of {dtype.itemsize} bytes: not supported")
+    return code
+
+
+def has_arithmetic(dtype: torch.dtype) -> bool:
+    """Whether elements of `dtype` can be cast, scaled and added (else only copied)."""
+    return dtype in _FLOATING

@@ -1,0 +1,240 @@
+"""Slots: the memory that gathered units borrow.
+
+[Note: Places are alike on all ranks] Peers write a unit's shards straight into this rank's memory, so all ranks must
+put a unit at the same place. Every decision here depends only on the order of takes and gives, which is
+the order of the program and so the same everywhere; each collective carries its place in its check word, so a
+rank that differs is an error before data moves.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from . import _C
+
+if TYPE_CHECKING:
+    from .comm import Communicator
+
+
+@dataclass(frozen=True)
+class Place:
+    """Bytes ``[offset, offset + num_bytes)`` of a region; `pointer` is where they are on this rank."""
+
+    region: int
+    offset: int
+    num_bytes: int
+    pointer: int
+
+
+class InFlight:
+    """Keeps what running collectives use: their tensors, and regions to release when all have ended."""
+
+    def __init__(self) -> None:
+        self._running: deque[tuple[_C.Event, Any]] = deque()
+        self._later: list[Callable[[], None]] = []
+
+    def add(self, event: _C.Event, used: Any) -> None:
+        """Keeps `used` alive until `event` has ended. Events end in the order in which they are added."""
+        self._prune()
+        self._running.append((event, used))
+
+    def when_idle(self, action: Callable[[], None]) -> None:
+        """Runs `action` when nothing that is running now can still use what it destroys."""
+        self._later.append(action)
+        self._prune()
+
+    def _prune(self) -> None:
+        while self._running and self._running[0][0].query():
+            self._running.popleft()
+        if not self._running and self._later:
+            actions, self._later = self._later, []
+            for action in actions:
+                action()
+
+
+class Region:
+    """Memory of a communicator that peers may write."""
+
+    def __init__(self, comm: Communicator, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._comm = comm
+        self._number = comm.native.allocate(num_bytes)
+        self._data = comm.native.region_data(self._number)
+
+    def place(self, offset: int, num_bytes: int) -> Place:
+        return Place(self._number, offset, num_bytes, self._data + offset)
+
+    def release(self) -> None:
+        """Gives the memory back once no collective can still write it."""
+        native, number = self._comm.native, self._number
+        self._comm.in_flight.when_idle(lambda: native.release(number))
+
+
+class Ledger:
+    """Which parts of ``[0, num_bytes)`` are taken."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._taken: dict[int, int] = {}  # offset -> size
+        self._high = False
+
+    def take(self, size: int) -> int | None:
+        """The offset of a free part of `size` bytes, or None.
+
+        Takes alternate between the two ends, so that of two units at a time, each as large as a
+        window allows, neither can split the space of the other.
+        """
+        ends = [*sorted((o, o + s) for o, s in self._taken.items()), (self.num_bytes, self.num_bytes)]
+        gaps, position = [], 0
+        for begin, end in ends:
+            if begin - position >= size:
+                gaps.append((position, begin))
+            position = end
+        if not gaps:
+            return None
+        offset = gaps[-1][1] - size if self._high else gaps[0][0]
+        self._high = not self._high
+        self._taken[offset] = size
+        return offset
+
+    def give(self, offset: int) -> None:
+        del self._taken[offset]
+
+
+def arena_bytes(sizes: Sequence[int], window: int) -> int:
+    """Bytes that hold any `window` consecutive units of `sizes`, visited forwards, then backwards.
+
+    Args:
+        sizes: Gathered bytes of the units of one nesting level, in the order of use.
+        window: Units held at once, at least 1.
+
+    Returns:
+        The largest sum over windows, or a little more where places could not be packed that tightly.
+    """
+    num_bytes = max((sum(sizes[i : i + window]) for i in range(len(sizes))), default=0)
+    while (missing := _overflow(sizes, window, num_bytes)) > 0:
+        num_bytes += missing
+    return num_bytes
+
+
+def _overflow(sizes: Sequence[int], window: int, num_bytes: int) -> int:
+    """The size of the first unit that finds no place in an arena of `num_bytes`, or 0."""
+    ledger = Ledger(num_bytes)
+    for order in (sizes, sizes[::-1]) * 2:
+        held: deque[int] = deque()
+        for size in order:
+            if len(held) == window:
+                ledger.give(held.popleft())
+            if size and (offset := ledger.take(size)) is None:
+                return size
+            if size:
+                held.append(offset)
+        for offset in held:
+            ledger.give(offset)
+    return 0
+
+
+class Arena:
+    """One region from which the scheduled units of a nesting level borrow."""
+
+    def __init__(self, comm: Communicator, num_bytes: int) -> None:
+        self.region = Region(comm, num_bytes)
+        self._ledger = Ledger(num_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.region.num_bytes
+
+    def take(self, num_bytes: int) -> Place | None:
+        offset = self._ledger.take(num_bytes)
+        return None if offset is None else self.region.place(offset, num_bytes)
+
+    def give(self, place: Place) -> None:
+        self._ledger.give(place.offset)
+
+
+class Overflow:
+    """Whole regions for units that find no place in their arena: nested uses of one level, `unshard()`."""
+
+    KEPT_FREE = 2
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._free: list[Region] = []
+        self._taken: dict[int, Region] = {}
+
+    def take(self, num_bytes: int) -> Place:
+        fitting = [region for region in self._free if region.num_bytes >= num_bytes]
+        region = min(fitting, key=lambda r: r.num_bytes, default=None)
+        if region is None:
+            region = Region(self._comm, num_bytes)
+        else:
+            self._free.remove(region)
+        place = region.place(0, num_bytes)
+        self._taken[place.region] = region
+        return place
+
+    def give(self, place: Place) -> None:
+        self._free.append(self._taken.pop(place.region))
+        while len(self._free) > self.KEPT_FREE:
+            self._free.pop(0).release()
+
+    def regions(self) -> Iterable[Region]:
+        return [*self._free, *self._taken.values()]
+
+
+class Memory:
+    """All slots of one model on one communicator."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._arenas: dict[int, Arena] = {}
+        self._overflow = Overflow(comm)
+        self._owners: dict[int, Arena | Overflow] = {}  # region -> who lent it
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all arenas and overflow regions on this rank."""
+        arenas = sum(arena.num_bytes for arena in self._arenas.values())
+        return arenas + sum(region.num_bytes for region in self._overflow.regions())
+
+    @property
+    def arena_num_bytes(self) -> dict[int, int]:
+        """Bytes of each nesting level's arena."""
+        return {level: arena.num_bytes for level, arena in self._arenas.items()}
+
+    def resize(self, level: int, num_bytes: int) -> None:
+        """Makes the arena of a level at least `num_bytes` large. Collective; nothing may be borrowed from it."""
+        old = self._arenas.get(level)
+        if not num_bytes or (old and old.num_bytes >= num_bytes):
+            return
+        if old:
+            old.region.release()
+        self._arenas[level] = Arena(self._comm, num_bytes)
+
+    def take(self, level: int, num_bytes: int) -> Place | None:
+        """A place in the arena of `level`, or None when it has no room now."""
+        arena = self._arenas.get(level)
+        place = arena.take(num_bytes) if arena else None
+        if place and arena:
+            self._owners[place.region] = arena
+        return place
+
+    def take_overflow(self, num_bytes: int) -> Place:
+        """A place outside the arenas; collective where no free region fits."""
+        place = self._overflow.take(num_bytes)
+        self._owners[place.region] = self._overflow
+        return place
+
+    def give(self, place: Place) -> None:
+        self._owners[place.region].give(place)
+
+    def release(self) -> None:
+        """Gives all memory back; no unit may be gathered in it."""
+        for arena in self._arenas.values():
+            arena.region.release()
+        for region in self._overflow.regions():
+            region.release()

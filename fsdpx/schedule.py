@@ -1,0 +1,391 @@
+"""When units are gathered, freed and reduced: one schedule for all units of a model.
+
+[Note: Same order on all ranks] Every decision here follows from the order of the program (forwards, reads in
+backward, completed gradients), never from time. So ranks that run the same program issue the same
+collectives in the same order, and place them alike (see memory.py).
+
+[Note: Prefetch] The order of forwards is recorded in each step and used in the next: while a unit computes, the
+gathers of the `prefetch` next ones run. In backward the order of first reads is recorded the same way; before there
+is one, the forward order is reversed. A wrong guess costs a gather, never a number.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from . import _C
+from .comm import Communicator
+from .gradients import Gradients
+from .memory import Memory, Place, arena_bytes
+from .unit import Phase, Storage, Unit
+
+_NO_BACKWARD = -1
+current_backward = torch._C._current_graph_task_id  # -1 outside of one
+
+
+class Order:
+    """An order of units recorded in one pass and followed in the next."""
+
+    def __init__(self) -> None:
+        self._known: list[Unit] = []
+        self._recording: list[Unit] = []
+        self._cursor = 0
+
+    @property
+    def recorded(self) -> list[Unit]:
+        return self._recording or self._known
+
+    def begin(self, guess: Sequence[Unit] = ()) -> None:
+        """Starts a pass; `guess` is followed when nothing was recorded before."""
+        if not self._known:
+            self._known = list(guess)
+        self._recording, self._cursor = [], 0
+
+    def visit(self, unit: Unit) -> None:
+        """The pass has come to `unit`."""
+        self._recording.append(unit)
+        for start in (self._cursor, 0):
+            try:
+                self._cursor = self._known.index(unit, start) + 1
+                return
+            except ValueError:
+                continue
+
+    def next(self, count: int) -> list[Unit]:
+        """The `count` units expected next."""
+        return self._known[self._cursor : self._cursor + count]
+
+    def end(self) -> None:
+        """The pass is complete: the next one follows it."""
+        if self._recording:
+            self._known, self._recording = self._recording, []
+
+
+class Schedule:
+    """Runs the units of one root module.
+
+    Attributes:
+        units: In registration order, outer before inner.
+        levels: How many units enclose each one.
+    """
+
+    def __init__(self, units: Sequence[Unit], levels: dict[Unit, int]) -> None:
+        self.units = list(units)
+        self.levels = levels
+        self.gradients = {unit: Gradients(unit) for unit in units}
+        self.memories: dict[Communicator, Memory] = {}
+        self._own: dict[Unit, Place] = {}  # memory of units that stay gathered
+        self._resident: dict[Unit, None] = {}  # least recently used first
+        self._forward, self._backward = Order(), Order()
+        self._depth = 0  # nested forwards that are running
+        self._tasks: set[int] = set()  # backwards that are running: nested ones have their own
+        # Gathered with gradients enabled since the last backward, in order of (latest) forwards.
+        self._participants: dict[Unit, None] = {}
+        self._reduced_any = False
+        self._began: dict[Unit, int] = {}  # ns, for the timeline
+        for unit in units:
+            unit.listener = self
+            if unit.gathered_bytes and unit.comm not in self.memories:
+                self.memories[unit.comm] = Memory(unit.comm)
+        self._size_arenas(self.units)
+
+    def _size_arenas(self, order: Sequence[Unit]) -> None:
+        """Gives every level an arena for any `prefetch + 1` consecutive units of `order`. Collective."""
+        for comm, memory in self.memories.items():
+            for level in sorted(set(self.levels.values())):
+                mine = [u for u in order if u.gathered_bytes and u.comm is comm]
+                mine = [u for u in mine if self.levels[u] == level and not self.is_kept(u)]
+                window = 1 + max((unit.options.prefetch for unit in mine), default=0)
+                memory.resize(level, arena_bytes([u.gathered_bytes for u in mine], window))
+
+    # ---- Properties
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._depth and not self._tasks
+
+    def is_kept(self, unit: Unit) -> bool:
+        """Whether a unit stays gathered from its forward to the end of its backward."""
+        reshard = unit.reshard_after_forward
+        return (self.levels[unit] == 0) if reshard is None else not reshard
+
+    # ---- Gathering
+
+    def gather(self, unit: Unit) -> None:
+        """Issues the unit's gather unless it is gathered or on its way with the present weights."""
+        if unit.storage is not Storage.SHARDED:
+            if unit.pins or not unit.is_stale:
+                self._touch(unit)
+                return
+            self.free(unit)
+        if unit.gathered_bytes:
+            unit.start_gather(self._place(unit))
+            self._touch(unit)
+
+    def _touch(self, unit: Unit) -> None:
+        self._resident.pop(unit, None)
+        self._resident[unit] = None
+
+    def _place(self, unit: Unit) -> Place:
+        memory = self.memories[unit.comm]
+        if unit.kept_by_user or self.is_kept(unit):
+            if unit not in self._own:
+                self._own[unit] = memory.take_overflow(unit.gathered_bytes)
+            return self._own[unit]
+        level = self.levels[unit]
+        while (place := memory.take(level, unit.gathered_bytes)) is None:
+            victim = self._victim(unit)
+            if victim is None:
+                return memory.take_overflow(unit.gathered_bytes)
+            self.free(victim)
+        return place
+
+    def _victim(self, unit: Unit) -> Unit | None:
+        """The least recently used unit whose place `unit` could take."""
+        for other in self._resident:
+            same_arena = self.levels[other] == self.levels[unit] and other.comm is unit.comm
+            if same_arena and not other.pins and not other.native.num_holds and other not in self._own:
+                return other
+        return None
+
+    def free(self, unit: Unit) -> None:
+        """Frees a unit's full parameters; the next read gathers them again."""
+        if unit.storage is Storage.SHARDED:
+            return
+        place = unit.free()
+        del self._resident[unit]
+        unit.native.set_notify(False)
+        if self._own.get(unit) is not place:
+            self.memories[unit.comm].give(place)
+        elif not self.is_kept(unit):  # unshard() by the user lent it
+            self.memories[unit.comm].give(self._own.pop(unit))
+
+    def _free_unpinned(self, keep: Iterable[Unit] = ()) -> None:
+        kept = set(keep)
+        for unit in list(self._resident):
+            if not unit.pins and not unit.kept_by_user and unit not in kept:
+                self.free(unit)
+
+    # ---- Forward
+
+    def begin_forward(self, unit: Unit) -> None:
+        """Before a unit's forward: its parameters are full when this returns, the next gathers run."""
+        recompute = current_backward() != _NO_BACKWARD
+        if recompute:
+            self._begin_backward()
+        elif self._depth == 0:
+            self._forward.begin()
+        unit.refresh()
+        self.gather(unit)
+        if recompute:
+            self._prefetch(self._backward, unit.backward_prefetch, unit)
+        else:
+            self._forward.visit(unit)
+            self._prefetch(self._forward, unit.forward_prefetch, unit)
+        unit.finish_gather()
+        self._depth += 1
+        unit.pins += 1
+        if unit.pins == 1:
+            unit.to_phase(Phase.FORWARD)
+            unit.native.swap_in()
+        if not recompute and torch.is_grad_enabled() and any(unit.trainable):
+            self._participants.pop(unit, None)
+            self._participants[unit] = None
+        if unit.comm.recorder.enabled:
+            self._began[unit] = time.monotonic_ns()
+
+    def _prefetch(self, order: Order, chosen: Sequence[Unit] | None, unit: Unit) -> None:
+        """Issues the gathers of the units after `unit`: those that the user chose, else by the order."""
+        if chosen is None:
+            chosen = order.next(unit.options.prefetch)
+        for following in chosen:
+            if following.storage is Storage.SHARDED and not following.pins:
+                self.gather(following)
+
+    def end_forward(self, unit: Unit, ok: bool) -> None:
+        """After a unit's forward, also one that raised (`ok` false)."""
+        self._depth -= 1
+        unit.pins -= 1
+        if unit.pins == 0:
+            if not unit.kept_by_user:
+                unit.native.swap_out()
+            unit.to_phase(Phase.IDLE)
+        self._record_forward(unit)
+        recompute = current_backward() != _NO_BACKWARD
+        try:
+            if ok and unit.storage is Storage.GATHERED:
+                unit.check_unedited()
+        finally:
+            if unit.pins == 0 and not recompute:
+                self._after_forward(unit)
+            if self._depth == 0 and not recompute:
+                self._end_forwards(ok)
+
+    def _after_forward(self, unit: Unit) -> None:
+        if not unit.kept_by_user and not self.is_kept(unit):
+            self.free(unit)
+        elif torch.is_grad_enabled():
+            unit.native.set_notify(True)  # its first read in backward starts the next gathers
+
+    def _end_forwards(self, ok: bool) -> None:
+        """The outermost forward has ended: units gathered on a wrong guess are freed."""
+        self._free_unpinned(keep=[unit for unit in self._resident if self.is_kept(unit)])
+        if ok:
+            first = not self._forward._known
+            self._forward.end()
+            if first:
+                self._size_arenas(self._forward.recorded)
+        else:
+            self._participants.clear()
+
+    def _record_forward(self, unit: Unit) -> None:
+        recorder = unit.comm.recorder
+        if recorder.enabled and unit in self._began:
+            begin = self._began.pop(unit)
+            recorder.record("compute", unit.name, "forward", begin, begin, time.monotonic_ns(), 0)
+
+    # ---- Backward
+
+    def on_access(self, unit: Unit) -> None:
+        """An operator of the running backward reads the unit."""
+        self._begin_backward()
+        self._visit_in_backward(unit)
+        self.gather(unit)
+        self._prefetch(self._backward, unit.backward_prefetch, unit)
+        unit.finish_gather()
+
+    def _visit_in_backward(self, unit: Unit) -> None:
+        if unit.phase is Phase.IDLE:
+            unit.to_phase(Phase.BACKWARD)
+            self._backward.visit(unit)
+            if unit.comm.recorder.enabled:
+                self._began[unit] = time.monotonic_ns()
+
+    def on_first_gradient(self, unit: Unit) -> None:
+        self._begin_backward()
+        if unit.phase is Phase.IDLE:
+            unit.to_phase(Phase.BACKWARD)
+            if unit.comm.recorder.enabled:
+                self._began[unit] = time.monotonic_ns()
+
+    def on_gradients(self, unit: Unit) -> None:
+        """All gradients that the running backward computes for the unit are there."""
+        self._reduce_skipped(unit)
+        self._reduce(unit)
+        self._record_backward(unit)
+        if unit.phase is Phase.BACKWARD:
+            unit.to_phase(Phase.IDLE)
+        # With a frozen part, complete gradients do not mean that the weights are no longer read.
+        if unit.trains_fully and not unit.pins and not unit.kept_by_user:
+            if unit.reshard_after_backward:
+                self.free(unit)
+
+    def _reduce_skipped(self, unit: Unit) -> None:
+        """Reduces units that this rank's backward has passed by: other ranks may have gradients for them."""
+        if unit not in self._participants:
+            return
+        for other in reversed(list(self._participants)):
+            if other is unit:
+                return
+            if not other.native.num_expected():
+                self._reduce(other)
+
+    def _reduce(self, unit: Unit) -> None:
+        self._participants.pop(unit, None)
+        self._reduced_any = True
+        gradients = self.gradients[unit]
+        if unit.requires_gradient_sync:
+            gradients.reduce(1.0 / unit.gradient_divisor)
+        else:
+            gradients.accumulate()
+
+    def _record_backward(self, unit: Unit) -> None:
+        recorder = unit.comm.recorder
+        if recorder.enabled and unit in self._began:
+            begin = self._began.pop(unit)
+            recorder.record("compute", unit.name, "backward", begin, begin, time.monotonic_ns(), 0)
+
+    def _begin_backward(self) -> None:
+        task = current_backward()
+        if task in self._tasks or task == _NO_BACKWARD:
+            return
+        if not self._tasks:
+            self._backward.begin(guess=self._forward.recorded[::-1])
+            self._reduced_any = False
+        self._tasks.add(task)
+        _C.at_backward_end(lambda ok, task=task: self._end_backward(task, ok))
+
+    def _end_backward(self, task: int, ok: bool) -> None:
+        """A backward has ended, well or by an exception; the outermost one settles everything."""
+        self._tasks.discard(task)
+        if self._tasks:
+            return
+        try:
+            if ok:
+                self._settle()
+            else:
+                self._participants.clear()
+        finally:
+            for unit in self.units:
+                unit.native.forget_backward()
+                if not ok:
+                    self.gradients[unit].drop()
+                self._record_backward(unit)
+                if unit.phase is Phase.BACKWARD:
+                    unit.to_phase(Phase.IDLE)
+            self._free_unpinned(keep=[u for u in self._resident if not u.reshard_after_backward])
+
+    def _settle(self) -> None:
+        for unit in reversed(self.units):  # gradients that arrived, though not all that were expected
+            if any(unit.native.has_gradients()):
+                self._reduce(unit)
+        if self._reduced_any:
+            for unit in reversed(list(self._participants)):
+                self._reduce(unit)
+            self._backward.end()
+        for unit in self.units:
+            self.gradients[unit].deliver()
+
+    # ---- For FSDPModule
+
+    def unshard(self, unit: Unit) -> None:
+        """Issues a gather that lasts until `reshard`."""
+        unit.refresh()
+        unit.kept_by_user = True
+        self.gather(unit)
+
+    def finish_unshard(self, unit: Unit) -> None:
+        unit.finish_gather()
+        unit.native.swap_in()
+
+    def reshard(self, unit: Unit) -> None:
+        """Frees a unit now, unless its forward runs."""
+        unit.kept_by_user = False
+        if unit.pins:
+            raise RuntimeError(f"fsdpx: unit '{unit.name}': reshard() while its forward runs")
+        unit.native.swap_out()
+        self.free(unit)
+
+    def reset(self) -> None:
+        """Forgets a step that was left in the middle; gradients in flight are dropped."""
+        self._depth = 0
+        self._tasks.clear()
+        self._participants.clear()
+        for unit in self.units:
+            unit.pins = 0
+            unit.phase = Phase.IDLE
+            unit.native.swap_out()
+            unit.native.forget_backward()
+            self.gradients[unit].drop()
+            self.free(unit)
+
+    def close(self) -> None:
+        """Gives all memory back: another schedule takes the units over."""
+        for unit in self.units:
+            unit.kept_by_user = False
+            self.free(unit)
+        for memory in self.memories.values():
+            memory.release()

@@ -1,0 +1,466 @@
+"""A unit: the parameters of one `fully_shard` call, their shards, and whether they are gathered."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import _C
+from .comm import Communicator
+from .dtypes import dtype_code as code
+from .layout import Granularity, ParameterInfo, UnitLayout, plan_unit
+from .memory import Place
+from .parameter import ShardedTensor, Spec
+from .policies import MixedPrecisionPolicy
+
+WAIT_FOREVER = 1e8  # seconds: the communicators' own limits end every collective
+
+
+class Storage(enum.Enum):
+    """Where a unit's full parameters are."""
+
+    SHARDED = enum.auto()  # nowhere
+    GATHERING = enum.auto()  # their all-gather has been issued
+    GATHERED = enum.auto()  # attached: views of them can be read
+
+
+class Phase(enum.Enum):
+    """What the training step does with a unit."""
+
+    IDLE = enum.auto()
+    FORWARD = enum.auto()  # its forward runs (also when recomputed in backward)
+    BACKWARD = enum.auto()  # backward reads it; its gradients are not complete
+
+
+_LEGAL_MOVES = {
+    (Storage.SHARDED, Storage.GATHERING),
+    (Storage.GATHERING, Storage.GATHERED),
+    (Storage.GATHERING, Storage.SHARDED),
+    (Storage.GATHERED, Storage.SHARDED),
+    (Phase.IDLE, Phase.FORWARD),
+    (Phase.IDLE, Phase.BACKWARD),
+    (Phase.FORWARD, Phase.IDLE),
+    (Phase.FORWARD, Phase.BACKWARD),
+    (Phase.BACKWARD, Phase.FORWARD),
+    (Phase.BACKWARD, Phase.IDLE),
+}
+
+
+@dataclass(frozen=True)
+class ShardGroup:
+    """The ranks that share a unit.
+
+    Attributes:
+        process_group: None for a single process without torch.distributed.
+        rank: This rank in the group.
+        size: Number of ranks, D.
+        kind: Communicator asked for: "auto", "shm", "c10d".
+    """
+
+    process_group: Any
+    rank: int
+    size: int
+    kind: str
+
+
+@dataclass(frozen=True)
+class UnitOptions:
+    """What `fully_shard` was told; see there."""
+
+    mp_policy: MixedPrecisionPolicy
+    reshard_after_forward: bool | None
+    prefetch: int
+    granularity: Granularity
+
+
+@dataclass
+class Managed:
+    """One parameter of a unit.
+
+    Attributes:
+        name: As seen from the unit's module.
+        original: The parameter before sharding; None once it is sharded.
+        owners: Every (module, attribute) that holds it.
+        sharded: What `module.parameters()` yields.
+        leaf: The full parameter: a permanent view of the unit's storage.
+        watched: Whether its gradients are counted.
+    """
+
+    name: str
+    original: nn.Parameter | None
+    owners: list[tuple[nn.Module, str]]
+    sharded: ShardedTensor = field(init=False)
+    leaf: nn.Parameter = field(init=False)
+    watched: bool = False
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A gather, in flight or attached: its place and the end of its collective together."""
+
+    event: _C.Event
+    place: Place
+    generation: int
+    issue_ns: int
+
+
+class Unit:
+    """Parameters that are gathered, freed and reduced together.
+
+    The unit knows how to do each of these; when is the schedule's business.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        parameters: list[Managed],
+        group: ShardGroup,
+        options: UnitOptions,
+        device: torch.device,
+    ) -> None:
+        self.modules = tuple(modules)
+        self.name = type(modules[0]).__name__
+        self.group = group
+        self.options = options
+        self.device = device
+        self.parameters = parameters
+        self.storage = Storage.SHARDED
+        self.phase = Phase.IDLE
+        self.pins = 0  # forwards of the unit that are running
+        self.gathered: Pending | None = None
+        self.kept_by_user = False  # unshard() without reshard()
+        self.trainable: list[bool] = [bool(_original(m).requires_grad) for m in parameters]
+        self.layout = self._plan(self.trainable)
+        self.shards = self._shard_originals()
+        self.native = self._make_native()
+        self._make_leaves()
+        self._version = self.native.version()
+        self._plan_gather: _C.GatherPlan | None = None
+        self._comm: Communicator | None = None
+        self._pieces = [m.sharded.to_local() for m in parameters]
+        self.reshard_after_forward = options.reshard_after_forward
+        self.reshard_after_backward = True
+        self.requires_gradient_sync = True
+        self.gradient_divisor: float = group.size
+        self.forward_prefetch: Sequence[Unit] | None = None  # chosen by the user
+        self.backward_prefetch: Sequence[Unit] | None = None
+        self.listener: Any = None  # the schedule
+        self.native.set_owner(self)
+
+    # ---- Initialization
+
+    def _plan(self, trainable: Sequence[bool]) -> UnitLayout:
+        policy = self.options.mp_policy
+        infos = []
+        for managed, trains in zip(self.parameters, trainable, strict=True):
+            original = _original(managed)
+            infos.append(
+                ParameterInfo(
+                    managed.name,
+                    tuple(original.shape),
+                    original.dtype,
+                    policy.compute_dtype(original.dtype),
+                    policy.accumulate_dtype(original.dtype),
+                    trains,
+                )
+            )
+        return plan_unit(infos, self.group.size, self.options.granularity)
+
+    def _shard_originals(self) -> list[torch.Tensor]:
+        """Keeps this rank's piece of every parameter and lets the originals go."""
+        shards = [
+            torch.zeros(s.shard_numel, dtype=_torch(s.dtype), device=self._shard_device())
+            for s in self.layout.segments
+        ]
+        with torch.no_grad():
+            for index, managed in enumerate(self.parameters):
+                original = _original(managed)
+                number, _ = self.layout.place(index)
+                start, length = self.layout.local_slice(index, self.group.rank)
+                ranges = self.layout.ranges(index)
+                begin, end = ranges[self.group.rank]
+                piece = shards[number][start : start + length]
+                if original.device.type != "meta":
+                    piece.copy_(original.detach().reshape(-1)[begin:end])
+                group = self.group.process_group
+                spec = Spec(managed.name, tuple(original.shape), ranges, self.group.rank, group)
+                managed.sharded = ShardedTensor(piece, spec, original.requires_grad)
+                managed.sharded._is_param = True
+                managed.original = None
+        return shards
+
+    def _shard_device(self) -> torch.device:
+        devices = {_original(m).device.type for m in self.parameters}
+        return torch.device("meta") if devices == {"meta"} else self.device
+
+    def _make_native(self) -> _C.Unit:
+        segments = []
+        for segment in self.layout.segments:
+            dtype = _torch(segment.dtype)
+            wire = self.options.mp_policy.wire_dtype(dtype)
+            dtypes = [segment.compute_dtype, wire, segment.reduce_dtype, dtype]
+            codes = [code(_torch(d)) for d in dtypes]
+            entries = [(e.index, e.offset, e.numel) for e in segment.entries]
+            segments.append((*codes, segment.shard_numel, entries))
+        return _C.Unit(self.name, self.layout.gathered_bytes, self.device, segments)
+
+    def _make_leaves(self) -> None:
+        for index, managed in enumerate(self.parameters):
+            number, entry = self.layout.place(index)
+            segment = self.layout.segments[number]
+            offset = self.layout.gathered_offset(index)
+            dtype = _torch(segment.compute_dtype)
+            flat = self.native.segment(offset, entry.numel, dtype)
+            view = flat.view(managed.sharded.shape)
+            managed.leaf = nn.Parameter(view, requires_grad=managed.sharded.requires_grad)
+            self.native.add_leaf(managed.leaf)
+            if managed.sharded.requires_grad:
+                self.native.watch(index)
+                managed.watched = True
+        self.rename(self.name)
+
+    def rename(self, name: str) -> None:
+        """Sets the unit's name, and so its parameters' names in messages."""
+        self.name = name
+        ranges = []
+        for index, managed in enumerate(self.parameters):
+            begin = self.layout.gathered_offset(index)
+            end = begin + managed.leaf.numel() * managed.leaf.itemsize
+            ranges.append((begin, end, managed.name))
+        self.native.set_names(name, ranges)
+        self._plan_gather = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+        raise RuntimeError(
+            f"fsdpx: unit '{self.name}' cannot be copied: copy.deepcopy the model before fully_shard"
+        )
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError(
+            f"fsdpx: unit '{self.name}' cannot be pickled: save model.state_dict() instead"
+        )
+
+    # ---- Properties
+
+    @property
+    def comm(self) -> Communicator:
+        """The communicator; made, collectively, at the first use."""
+        if self._comm is None:
+            from . import comm
+
+            self._comm = comm.create(self.group.process_group, kind=self.group.kind)
+        return self._comm
+
+    @property
+    def gathered_bytes(self) -> int:
+        return self.layout.gathered_bytes
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of the unit's packed gradients as they travel."""
+        policy = self.options.mp_policy
+        segments = [s for s in self.layout.segments if s.trainable]
+        return sum(s.numel * policy.wire_dtype(_torch(s.dtype)).itemsize for s in segments)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the full parameters take memory now (their gather may still run)."""
+        return self.storage is not Storage.SHARDED
+
+    @property
+    def generation(self) -> int:
+        """Moves with every in-place change of the shards."""
+        return sum(shard._version for shard in self.shards)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the gathered parameters are older than the shards."""
+        return self.gathered is not None and self.gathered.generation != self.generation
+
+    @property
+    def trains_fully(self) -> bool:
+        return all(self.trainable)
+
+    # ---- Runtime
+
+    def _move(self, to: Storage | Phase) -> None:
+        now = self.storage if isinstance(to, Storage) else self.phase
+        if now is to:
+            return
+        if (now, to) not in _LEGAL_MOVES:
+            raise AssertionError(f"unit '{self.name}': {now} -> {to}")
+        if isinstance(to, Storage):
+            self.storage = to
+        else:
+            self.phase = to
+
+    def to_phase(self, phase: Phase) -> None:
+        self._move(phase)
+
+    def refresh(self) -> None:
+        """Takes over what the user changed between steps: `requires_grad`, moved or replaced pieces."""
+        for managed, piece in zip(self.parameters, self._pieces, strict=True):
+            if managed.sharded.to_local() is not piece:
+                self._rehome()
+                break
+        now = [managed.sharded.requires_grad for managed in self.parameters]
+        if now != self.trainable:
+            self._set_trainable(now)
+
+    def _set_trainable(self, now: list[bool]) -> None:
+        self.trainable = now
+        for index, (managed, trains) in enumerate(zip(self.parameters, now, strict=True)):
+            managed.leaf.requires_grad_(trains)
+            if trains and not managed.watched:
+                self.native.watch(index)
+                managed.watched = True
+
+    def _rehome(self) -> None:
+        """Moves pieces that `Module._apply` replaced (`.to_empty()`, `.to()`) into the flat shards again."""
+        for managed in self.parameters:
+            number, _ = self.layout.place(self.parameters.index(managed))
+            local = managed.sharded.to_local()
+            expected = self.layout.segments[number].dtype
+            if local.dtype != expected:
+                raise RuntimeError(
+                    f"fsdpx: parameter '{managed.name}' of unit '{self.name}' was converted from {expected} to "
+                    f"{local.dtype} after fully_shard: convert the model before wrapping it, or use "
+                    "MixedPrecisionPolicy(param_dtype=...)"
+                )
+            if local.device.type not in (self.device.type, "meta"):
+                raise RuntimeError(
+                    f"fsdpx: parameter '{managed.name}' of unit '{self.name}' was moved to {local.device} after "
+                    f"fully_shard; the unit's mesh is on {self.device}"
+                )
+        with torch.no_grad():
+            segments = self.layout.segments
+            self.shards = [
+                torch.zeros(s.shard_numel, dtype=_torch(s.dtype), device=self.device) for s in segments
+            ]
+            for index, managed in enumerate(self.parameters):
+                number, _ = self.layout.place(index)
+                start, length = self.layout.local_slice(index, self.group.rank)
+                piece = self.shards[number][start : start + length]
+                if managed.sharded.to_local().device.type != "meta":
+                    piece.copy_(managed.sharded.to_local())
+                managed.sharded._local = piece
+        self._pieces = [m.sharded.to_local() for m in self.parameters]
+        self._plan_gather = None
+
+    def start_gather(self, place: Place) -> None:
+        """Issues the all-gather into `place`."""
+        comm = self.comm
+        if self._plan_gather is None:
+            self._plan_gather = self._make_gather_plan()
+        generation = self.generation
+        issue_ns = time.monotonic_ns()
+        event = comm.native.all_gather(
+            comm.stream, self._plan_gather, place.region, place.offset, generation
+        )
+        comm.in_flight.add(event, self.shards)
+        self.gathered = Pending(event, place, generation, issue_ns)
+        self._move(Storage.GATHERING)
+
+    def _make_gather_plan(self) -> _C.GatherPlan:
+        segments = []
+        for segment, shard in zip(self.layout.segments, self.shards, strict=True):
+            if shard.device.type == "meta":
+                raise RuntimeError(
+                    f"fsdpx: unit '{self.name}' is still on the meta device: call model.to_empty(device=...) and "
+                    "initialise its parameters before the first forward"
+                )
+            dtypes = (code(_torch(segment.dtype)), code(_torch(segment.compute_dtype)))
+            pointer, numel = shard.data_ptr(), segment.shard_numel
+            segments.append((pointer, dtypes[0], numel, segment.byte_offset, dtypes[1]))
+        return _C.GatherPlan(self.name, segments)
+
+    def finish_gather(self) -> None:
+        """Waits for the gather and attaches its memory."""
+        if self.storage is not Storage.GATHERING:
+            return
+        gathered = self.gathered
+        assert gathered is not None
+        self.wait(gathered.event)
+        self.native.attach(gathered.place.pointer)
+        self._version = self.native.version()
+        self._move(Storage.GATHERED)
+
+    def wait(self, event: _C.Event) -> None:
+        """Blocks until a collective of this unit has ended; recorded as exposed communication."""
+        recorder = self.comm.recorder
+        if not recorder.enabled:
+            event.wait(WAIT_FOREVER)
+            return
+        begin = time.monotonic_ns()
+        event.wait(WAIT_FOREVER)
+        end = time.monotonic_ns()
+        recorder.record("compute", self.name, "wait", begin, begin, end, 0)
+
+    def free(self) -> Place:
+        """Detaches the full parameters; the caller gives the returned place back."""
+        gathered = self.gathered
+        assert gathered is not None
+        self.native.detach()
+        self.gathered = None
+        self._move(Storage.SHARDED)
+        recorder = self.comm.recorder
+        if recorder.enabled:
+            begin, end = gathered.issue_ns, time.monotonic_ns()
+            recorder.record("resident", self.name, "full", begin, begin, end, 0)
+        return gathered.place
+
+    def check_unedited(self) -> None:
+        """Raises if a full parameter was changed in place since it was gathered: the change would be lost."""
+        version = self.native.version()
+        if version != self._version:
+            self._version = version
+            raise RuntimeError(
+                f"fsdpx: unit '{self.name}': forward changed a gathered parameter in place; the change would be "
+                "lost when the unit is freed. Change model.parameters() under torch.no_grad() instead"
+            )
+
+    # ---- Called from autograd (csrc/torch_unit.cpp)
+
+    def on_access(self) -> None:
+        self.listener.on_access(self)
+
+    def on_first_gradient(self) -> None:
+        self.listener.on_first_gradient(self)
+
+    def on_gradients(self) -> None:
+        self.listener.on_gradients(self)
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that `fully_shard` made of `module` (alone or in a list), or None."""
+    return module.__dict__.get("_fsdpx_unit")
+
+
+def units(model: nn.Module) -> list[Unit]:
+    """The units of a model in registration order, outer before inner."""
+    found = (unit_of(module) for module in model.modules())
+    return list(dict.fromkeys(unit for unit in found if unit is not None))
+
+
+def communicators(model: nn.Module) -> list[Communicator]:
+    """The communicators of a model's units, without duplicates; collective where they are not made yet."""
+    return list(dict.fromkeys(unit.comm for unit in units(model)))
+
+
+def _original(managed: Managed) -> nn.Parameter:
+    assert managed.original is not None
+    return managed.original
+
+
+def _torch(dtype: Any) -> torch.dtype:
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+__all__ = ["Phase", "Storage", "Unit", "communicators", "unit_of", "units"]

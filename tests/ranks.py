@@ -1,0 +1,210 @@
+"""Runs test functions on several ranks: worker processes that stay up from one test to the next.
+
+    def check_sum(rank, world_size, value): ...        # importable, at the top level of a module
+
+    def test_sum():
+        results = run_ranks(2, check_sum, 3)            # results[r] is what rank r returned
+
+The workers of one world size share one gloo group, made once (the default group). What a rank
+raises comes back as `RankError`. After a failure, a crash or a passed time limit the workers are
+killed, and the next call starts new ones.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import multiprocessing
+import os
+import pickle
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+START_LIMIT = 120.0  # seconds: importing torch on a busy machine
+GRACE = 5.0  # seconds that other ranks get after one has failed
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What one rank raised, or why there is no result."""
+
+    rank: int
+    text: str
+    exception: BaseException | None = None
+
+
+class RankError(AssertionError):
+    """Some ranks failed; `failures` has one entry for each of them."""
+
+    def __init__(self, failures: list[Failure]) -> None:
+        parts = (f"--- rank {f.rank} ---\n{f.text}" for f in failures)
+        super().__init__(f"{len(failures)} rank(s) failed\n" + "\n".join(parts))
+        self.failures = failures
+
+
+def run_ranks(
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0
+) -> list[Any]:
+    """Calls `fn(rank, world_size, *args)` on every rank; returns the results in rank order."""
+    pool = _pools.get(world_size)
+    if pool is None or not pool.healthy():
+        stop_pool(world_size)
+        pool = _pools[world_size] = _Pool(world_size)
+    try:
+        return pool.run(fn, args, timeout)
+    except BaseException:
+        stop_pool(world_size)
+        raise
+
+
+def stop_pool(world_size: int) -> None:
+    """Kills the workers of this world size; the next `run_ranks` starts new ones."""
+    pool = _pools.pop(world_size, None)
+    if pool is not None:
+        pool.kill()
+
+
+def stop_all() -> None:
+    """Kills all workers."""
+    for world_size in list(_pools):
+        stop_pool(world_size)
+
+
+class _Pool:
+    def __init__(self, world_size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_work, args=(rank, world_size, theirs, os.getpid()), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        try:
+            # Rank 0 binds a free port; the others learn it from here.
+            port = self._collect(START_LIMIT, ranks=[0])[0]
+            for pipe in self.pipes[1:]:
+                pipe.send(port)
+            self._collect(START_LIMIT)
+        except BaseException:
+            self.kill()
+            raise
+
+    def healthy(self) -> bool:
+        return all(process.is_alive() for process in self.processes)
+
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+        job = pickle.dumps((fn, args))
+        for pipe in self.pipes:
+            with contextlib.suppress(OSError):  # a dead worker: reported by _collect
+                pipe.send_bytes(job)
+        return self._collect(timeout)
+
+    def _collect(self, timeout: float, ranks: list[int] | None = None) -> list[Any]:
+        results: dict[int, Any] = {}
+        failures: list[Failure] = []
+        pending = {self.pipes[r]: r for r in (ranks or range(len(self.pipes)))}
+        deadline = time.monotonic() + timeout
+        while pending:
+            ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                text = f"no result within {timeout} s" if not failures else "stuck after the failure"
+                failures += [Failure(rank, text) for rank in pending.values()]
+                break
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = pending.pop(pipe)
+                outcome = self._receive(pipe, rank)
+                if isinstance(outcome, Failure):
+                    failures.append(outcome)
+                    deadline = min(deadline, time.monotonic() + GRACE)
+                else:
+                    results[rank] = outcome[0]
+        if failures:
+            raise RankError(sorted(failures, key=lambda failure: failure.rank))
+        return [results[rank] for rank in sorted(results)]
+
+    def _receive(self, pipe: Connection, rank: int) -> tuple[Any] | Failure:
+        try:
+            outcome = pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            process = self.processes[rank]
+            process.join(1.0)
+            return Failure(rank, f"the worker died (exit code {process.exitcode})")
+        assert isinstance(outcome, tuple | Failure)
+        return outcome
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(10.0)
+            process.close()
+        for pipe in self.pipes:
+            pipe.close()
+
+
+_pools: dict[int, _Pool] = {}
+atexit.register(stop_all)
+
+
+def _work(rank: int, world_size: int, pipe: Connection, parent: int) -> None:
+    """The life of one worker."""
+    os.environ.update(OMP_NUM_THREADS="1", RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
+    threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
+    _init_group(rank, world_size, pipe)
+    while True:
+        try:
+            job = pipe.recv_bytes()
+        except (EOFError, OSError):
+            return
+        pipe.send_bytes(_outcome(job, rank, world_size))
+        gc.collect()
+
+
+def _init_group(rank: int, world_size: int, pipe: Connection) -> None:
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=60)
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, world_size, True, limit, wait_for_workers=False)
+        pipe.send_bytes(pickle.dumps((store.port,)))
+    else:
+        store = dist.TCPStore("127.0.0.1", pipe.recv(), world_size, False, limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+    pipe.send_bytes(pickle.dumps((None,)))
+
+
+def _outcome(job: bytes, rank: int, world_size: int) -> bytes:
+    try:
+        fn, args = pickle.loads(job)
+        return pickle.dumps((fn(rank, world_size, *args),))
+    except BaseException as error:
+        text = traceback.format_exc()
+        try:
+            error.__traceback__ = None
+            return pickle.dumps(Failure(rank, text, error))
+        except Exception:
+            return pickle.dumps(Failure(rank, text))
+
+
+def _die_with(parent: int) -> None:
+    """Ends this process when the one that started it is gone, whatever it is waiting for."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
