@@ -1,4 +1,4 @@
-"""The reference of all parity tests: one process that loops over the ranks' batches in rank order."""
+"""The reference of parity tests: one process that loops over the ranks' batches in rank order."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def stack_of(make_unit: Callable[[], nn.Module], *, num_units: int = 3) -> Calla
 
 
 class KeepsHidden(UnitModule):
-    """Passes its input on and keeps what it computed, so that backward enters the unit from its middle."""
+    """Passes its input on and keeps what it computed: backward enters the unit from its middle."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Ways in which backward enters and leaves units: kept tensors, views, double backward, repeated use."""
+"""Ways in which backward enters and leaves units: kept tensors, views, double backward, reuse."""
 
 import dataclasses
 
