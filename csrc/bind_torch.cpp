@@ -15,47 +15,63 @@ at::ScalarType scalar_type(const py::object& dtype) {
   return reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
 }
 
-using SegmentTuple = std::tuple<int, int, int, int, int64_t, std::vector<std::tuple<int64_t, int64_t, int64_t>>>;
+using SegmentTuple =
+    std::tuple<int, int, int, int, int64_t, std::vector<std::tuple<int64_t, int64_t, int64_t>>>;
 
 SegmentLayout segment_layout(const SegmentTuple& values) {
   const auto& [gradient, wire, accumulator, shard, shard_numel, entries] = values;
-  SegmentLayout layout{static_cast<DType>(gradient), static_cast<DType>(wire), static_cast<DType>(accumulator), static_cast<DType>(shard),
-                       shard_numel, {}};
+  SegmentLayout layout{static_cast<DType>(gradient),
+                       static_cast<DType>(wire),
+                       static_cast<DType>(accumulator),
+                       static_cast<DType>(shard),
+                       shard_numel,
+                       {}};
   for (const auto& [leaf, offset, numel] : entries) layout.entries.push_back({leaf, offset, numel});
   return layout;
 }
 
-std::unique_ptr<Unit> make_unit(const std::string& name, int64_t gathered_bytes, const at::Device& device,
+std::unique_ptr<Unit> make_unit(const std::string& name, int64_t gathered_bytes,
+                                const at::Device& device,
                                 const std::vector<SegmentTuple>& segments) {
   std::vector<SegmentLayout> layouts;
   for (const auto& segment : segments) layouts.push_back(segment_layout(segment));
   return std::make_unique<Unit>(name, gathered_bytes, device, std::move(layouts));
 }
 
-void set_names(Unit& unit, const std::string& name, const std::vector<std::tuple<int64_t, int64_t, std::string>>& parameters) {
+void set_names(Unit& unit, const std::string& name,
+               const std::vector<std::tuple<int64_t, int64_t, std::string>>& parameters) {
   std::vector<ParameterRange> ranges;
   for (const auto& [begin, end, parameter] : parameters) ranges.push_back({begin, end, parameter});
   unit.storage().set_names(name, std::move(ranges));
 }
 
-Reduction reduce(Unit& unit, Stream& stream, std::shared_ptr<Communicator> communicator, Recorder* recorder, uint64_t generation, double scale,
-                 const std::vector<std::tuple<int64_t, uintptr_t, bool, uintptr_t>>& targets, const std::vector<bool>& used) {
+Reduction reduce(Unit& unit, Stream& stream, std::shared_ptr<Communicator> communicator,
+                 Recorder* recorder, uint64_t generation, double scale,
+                 const std::vector<std::tuple<int64_t, uintptr_t, bool, uintptr_t>>& targets,
+                 const std::vector<bool>& used) {
   std::vector<SegmentTarget> native_targets;
-  for (const auto& [segment, shard, accumulate, accumulated] : targets) native_targets.push_back({segment, shard, accumulate, accumulated});
-  return unit.reduce(stream, std::move(communicator), recorder, generation, scale, native_targets, {used.begin(), used.end()});
+  for (const auto& [segment, shard, accumulate, accumulated] : targets)
+    native_targets.push_back({segment, shard, accumulate, accumulated});
+  return unit.reduce(stream, std::move(communicator), recorder, generation, scale, native_targets,
+                     {used.begin(), used.end()});
 }
 
 void bind_unit(py::module_& m) {
-  py::class_<Unit>(m, "Unit", "The native half of a sharding unit: gathered storage, leaves, gradients and attributes.")
-      .def(py::init(&make_unit), py::arg("name"), py::arg("gathered_bytes"), py::arg("device"), py::arg("segments"))
+  py::class_<Unit>(
+      m, "Unit",
+      "The native half of a sharding unit: gathered storage, leaves, gradients and attributes.")
+      .def(py::init(&make_unit), py::arg("name"), py::arg("gathered_bytes"), py::arg("device"),
+           py::arg("segments"))
       .def("set_owner", &Unit::set_owner)
       .def("set_names", &set_names)
-      .def("attach", [](Unit& unit, uintptr_t data) { unit.storage().attach(reinterpret_cast<void*>(data)); })
+      .def("attach",
+           [](Unit& unit, uintptr_t data) { unit.storage().attach(reinterpret_cast<void*>(data)); })
       .def("detach", [](Unit& unit) { unit.storage().detach(); })
       .def_property_readonly("attached", [](const Unit& unit) { return unit.storage().attached(); })
-      .def("segment", [](const Unit& unit, int64_t offset, int64_t numel, const py::object& dtype) {
-        return unit.storage().segment(offset, numel, scalar_type(dtype));
-      })
+      .def("segment",
+           [](const Unit& unit, int64_t offset, int64_t numel, const py::object& dtype) {
+             return unit.storage().segment(offset, numel, scalar_type(dtype));
+           })
       .def("set_notify", &Unit::set_notify)
       .def_readonly("num_holds", &Unit::num_holds)
       .def("add_leaf", &Unit::add_leaf)
@@ -68,8 +84,10 @@ void bind_unit(py::module_& m) {
       .def("accumulate", &Unit::accumulate)
       .def("reduce", &reduce)
       .def("add_attribute",
-           [](Unit& unit, py::handle dict, py::handle key, py::handle full, py::handle parameters, py::handle sharded) {
-             unit.attributes().add(dict.ptr(), key.ptr(), full.ptr(), parameters.ptr(), sharded.ptr());
+           [](Unit& unit, py::handle dict, py::handle key, py::handle full, py::handle parameters,
+              py::handle sharded) {
+             unit.attributes().add(dict.ptr(), key.ptr(), full.ptr(), parameters.ptr(),
+                                   sharded.ptr());
            })
       .def("clear_attributes", [](Unit& unit) { unit.attributes().clear(); })
       .def("swap_in", [](Unit& unit) { unit.attributes().swap_in(); })

@@ -1,4 +1,5 @@
-// Errors of the native core. Messages name what was wrong and what to do; the bindings turn each type into its Python counterpart.
+// Errors of the native core. Messages name what was wrong and what to do; the bindings turn each
+// type into its Python counterpart.
 #pragma once
 
 #include <sstream>

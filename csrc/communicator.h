@@ -1,5 +1,6 @@
-// What a communicator does for one group of ranks. Calls block and run on the thread of the communication stream; every rank makes the
-// same calls in the same order, and each call first checks that they do (see Tag).
+// What a communicator does for one group of ranks. Calls block and run on the thread of the
+// communication stream; every rank makes the same calls in the same order, and each call first
+// checks that they do (see Tag).
 #pragma once
 
 #include <cstdint>
@@ -12,20 +13,23 @@
 
 namespace fsdpx {
 
-// What all ranks must agree on before data moves. A difference raises DesyncError on every rank, naming both sides.
+// What all ranks must agree on before data moves. A difference raises DesyncError on every rank,
+// naming both sides.
 struct Tag {
   std::string unit;         // name of the unit, for messages too
   uint64_t generation = 0;  // version of the unit's weights
 };
 
-// Memory that peers may write (all-gather destinations): `offset` bytes into region `region`, alike on all ranks.
+// Memory that peers may write (all-gather destinations): `offset` bytes into region `region`, alike
+// on all ranks.
 struct Place {
   int64_t region = 0;
   int64_t offset = 0;
 };
 
-// One dtype segment of a unit: `numel` elements at `shard` are this rank's share; rank r's share becomes elements [r * numel, (r + 1) * numel) of
-// the gathered segment, which starts `dst_offset` bytes into the place and has `dst_dtype`.
+// One dtype segment of a unit: `numel` elements at `shard` are this rank's share; rank r's share
+// becomes elements [r * numel, (r + 1) * numel) of the gathered segment, which starts `dst_offset`
+// bytes into the place and has `dst_dtype`.
 struct GatherSegment {
   const void* shard;
   DType shard_dtype;
@@ -40,8 +44,9 @@ struct GatherOp {
   std::vector<GatherSegment> segments;
 };
 
-// One dtype segment of a unit's gradients: `grads` lie in a flat segment of size() * numel elements; rank r receives the sum of
-// elements [r * numel, (r + 1) * numel) over all ranks, in rank order, scaled, in (or added to) `shard`.
+// One dtype segment of a unit's gradients: `grads` lie in a flat segment of size() * numel
+// elements; rank r receives the sum of elements [r * numel, (r + 1) * numel) over all ranks, in
+// rank order, scaled, in (or added to) `shard`.
 struct ReduceSegment {
   std::vector<ConstSpan> grads;
   DType grad_dtype;
@@ -56,7 +61,8 @@ struct ReduceSegment {
 struct ReduceOp {
   Tag tag;
   std::vector<ReduceSegment> segments;
-  std::vector<uint8_t> used;  // in: 1 where this rank has a gradient for parameter i; out: where any rank has
+  std::vector<uint8_t>
+      used;  // in: 1 where this rank has a gradient for parameter i; out: where any rank has
 };
 
 class Communicator {
@@ -66,8 +72,9 @@ class Communicator {
   virtual int rank() const = 0;
   virtual int size() const = 0;
 
-  // Collective: `nbytes` of zeroed memory that peers may write, page aligned, the same size on all ranks. Returns the region's number. Called on the
-  // thread that issues collectives, never while one runs. `region_data` is this rank's own copy; `release` unmaps it.
+  // Collective: `nbytes` of zeroed memory that peers may write, page aligned, the same size on all
+  // ranks. Returns the region's number. Called on the thread that issues collectives, never while
+  // one runs. `region_data` is this rank's own copy; `release` unmaps it.
   virtual int64_t allocate(int64_t nbytes) = 0;
   virtual void* region_data(int64_t region) = 0;
   virtual void release(int64_t region) = 0;
@@ -79,7 +86,8 @@ class Communicator {
   virtual void all_reduce(const Tag& tag, void* data, DType dtype, int64_t numel, double scale) = 0;
   virtual void barrier(const Tag& tag) = 0;
 
-  // Tells peers that this rank leaves (their waits fail at once and say so) and releases everything. Never waits.
+  // Tells peers that this rank leaves (their waits fail at once and say so) and releases
+  // everything. Never waits.
   virtual void close() = 0;
 };
 

@@ -1,5 +1,5 @@
-// Element types of flat buffers. Arithmetic (cast, scale, accumulate) exists for the floating types; every other torch dtype travels
-// as opaque bits of its size and is only ever copied.
+// Element types of flat buffers. Arithmetic (cast, scale, accumulate) exists for the floating
+// types; every other torch dtype travels as opaque bits of its size and is only ever copied.
 #pragma once
 
 #include <cstdint>
@@ -41,7 +41,8 @@ constexpr int64_t itemsize(DType dtype) {
 constexpr bool is_floating(DType dtype) { return dtype <= DType::kBFloat16; }
 
 constexpr const char* name(DType dtype) {
-  constexpr const char* kNames[] = {"float32", "float64", "float16", "bfloat16", "bits8", "bits16", "bits32", "bits64", "bits128"};
+  constexpr const char* kNames[] = {"float32", "float64", "float16", "bfloat16", "bits8",
+                                    "bits16",  "bits32",  "bits64",  "bits128"};
   return kNames[static_cast<uint8_t>(dtype)];
 }
 

@@ -1,4 +1,5 @@
-// A communication stream on CPU: one worker thread that runs tasks in the order they were issued, and events to wait for them.
+// A communication stream on CPU: one worker thread that runs tasks in the order they were issued,
+// and events to wait for them.
 #pragma once
 
 #include <chrono>
@@ -16,9 +17,10 @@ namespace fsdpx {
 // The end of one task. Waiting rethrows what the task threw, every time.
 class Event {
  public:
-  bool query() const;             // true when the task has ended, well or not; never throws
-  bool ended_within(double seconds);  // waits; false after `seconds`; never throws what the task threw
-  void wait(double seconds);      // throws CommTimeout after `seconds`
+  bool query() const;  // true when the task has ended, well or not; never throws
+  bool ended_within(
+      double seconds);        // waits; false after `seconds`; never throws what the task threw
+  void wait(double seconds);  // throws CommTimeout after `seconds`
  private:
   friend class Stream;
   void finish(std::exception_ptr error);
@@ -35,10 +37,12 @@ class Stream {
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
 
-  // Runs `task` after all earlier ones. What the closure owns is released when the task has ended. Throws after close() and in a forked child.
+  // Runs `task` after all earlier ones. What the closure owns is released when the task has ended.
+  // Throws after close() and in a forked child.
   std::shared_ptr<Event> enqueue(std::function<void()> task);
 
-  // Runs what is queued for at most `seconds`, drops the rest (their events end with an error) and joins the thread. Idempotent.
+  // Runs what is queued for at most `seconds`, drops the rest (their events end with an error) and
+  // joins the thread. Idempotent.
   void close(double seconds);
 
  private:

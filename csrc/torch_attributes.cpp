@@ -4,7 +4,8 @@ namespace fsdpx {
 
 AttributeSwap::~AttributeSwap() { clear(); }
 
-void AttributeSwap::add(PyObject* dict, PyObject* key, PyObject* full, PyObject* parameters, PyObject* sharded) {
+void AttributeSwap::add(PyObject* dict, PyObject* key, PyObject* full, PyObject* parameters,
+                        PyObject* sharded) {
   Py_INCREF(key);
   Py_INCREF(full);
   Py_INCREF(sharded);
@@ -22,7 +23,8 @@ void AttributeSwap::clear() {
 
 void AttributeSwap::swap_in() {
   for (const auto& entry : entries_) {
-    if (PyDict_GetItem(entry.parameters, entry.key) == entry.sharded) PyDict_SetItem(entry.dict, entry.key, entry.full);
+    if (PyDict_GetItem(entry.parameters, entry.key) == entry.sharded)
+      PyDict_SetItem(entry.dict, entry.key, entry.full);
   }
 }
 

@@ -11,15 +11,16 @@ namespace {
 
 class Caster {
  public:
-  Caster(at::ScalarType dtype, py::object fallback) : dtype_(dtype), fallback_(std::move(fallback)) {}
+  Caster(at::ScalarType dtype, py::object fallback)
+      : dtype_(dtype), fallback_(std::move(fallback)) {}
 
   py::object cast(py::handle value) const {
     PyObject* const object = value.ptr();
     if (THPVariable_CheckExact(object)) return cast_tensor(value);
     if (PyTuple_CheckExact(object) || PyList_CheckExact(object)) return cast_sequence(value);
     if (PyDict_CheckExact(object)) return cast_dict(value);
-    if (object == Py_None || PyBool_Check(object) || PyLong_CheckExact(object) || PyFloat_CheckExact(object) ||
-        PyUnicode_CheckExact(object)) {
+    if (object == Py_None || PyBool_Check(object) || PyLong_CheckExact(object) ||
+        PyFloat_CheckExact(object) || PyUnicode_CheckExact(object)) {
       return py::reinterpret_borrow<py::object>(value);
     }
     return fallback_(value);
@@ -28,7 +29,8 @@ class Caster {
  private:
   py::object cast_tensor(py::handle value) const {
     const at::Tensor& tensor = THPVariable_Unpack(value.ptr());
-    if (!tensor.is_floating_point() || tensor.scalar_type() == dtype_) return py::reinterpret_borrow<py::object>(value);
+    if (!tensor.is_floating_point() || tensor.scalar_type() == dtype_)
+      return py::reinterpret_borrow<py::object>(value);
     return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor.to(dtype_)));
   }
 

@@ -20,8 +20,10 @@ void release_handle(void* context) {
 }
 
 c10::DispatchKeySet key_set(c10::Device device) {
-  const auto base = device.is_cuda() ? c10::DispatchKeySet({c10::DispatchKey::CUDA, c10::DispatchKey::AutogradCUDA})
-                                     : c10::DispatchKeySet({c10::DispatchKey::CPU, c10::DispatchKey::AutogradCPU});
+  const auto base =
+      device.is_cuda()
+          ? c10::DispatchKeySet({c10::DispatchKey::CUDA, c10::DispatchKey::AutogradCUDA})
+          : c10::DispatchKeySet({c10::DispatchKey::CPU, c10::DispatchKey::AutogradCPU});
   return base.add(c10::DispatchKey::ADInplaceOrView).add(kAccessKey);
 }
 
@@ -31,13 +33,16 @@ GatheredStorage::GatheredStorage(Unit* unit, int64_t num_bytes, c10::Device devi
     : handle_(new UnitHandle), device_(device), num_bytes_(num_bytes) {
   handle_->unit = unit;
   storage_ = c10::Storage(c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(), num_bytes, pointer(nullptr), /*allocator=*/nullptr, /*resizable=*/false));
+      c10::StorageImpl::use_byte_size_t(), num_bytes, pointer(nullptr), /*allocator=*/nullptr,
+      /*resizable=*/false));
   detach();
 }
 
 GatheredStorage::~GatheredStorage() {
   handle_->unit = nullptr;
-  detached_message_ = "fsdpx: unit '" + unit_name_ + "' no longer exists: its module was deleted while a view of its parameters is still in use";
+  detached_message_ =
+      "fsdpx: unit '" + unit_name_ +
+      "' no longer exists: its module was deleted while a view of its parameters is still in use";
   detach();
   release_handle(handle_);
 }
@@ -63,11 +68,14 @@ void GatheredStorage::detach() {
   attached_ = false;
 }
 
-at::Tensor GatheredStorage::segment(int64_t offset_bytes, int64_t numel, at::ScalarType dtype) const {
+at::Tensor GatheredStorage::segment(int64_t offset_bytes, int64_t numel,
+                                    at::ScalarType dtype) const {
   const int64_t size = static_cast<int64_t>(c10::elementSize(dtype));
-  check(offset_bytes >= 0 && offset_bytes % size == 0 && offset_bytes + numel * size <= num_bytes_, "segment at byte ", offset_bytes, " of ",
-        numel, " elements does not fit the ", num_bytes_, " bytes of unit '", unit_name_, "'");
-  auto tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage_), key_set(device_), c10::scalarTypeToTypeMeta(dtype));
+  check(offset_bytes >= 0 && offset_bytes % size == 0 && offset_bytes + numel * size <= num_bytes_,
+        "segment at byte ", offset_bytes, " of ", numel, " elements does not fit the ", num_bytes_,
+        " bytes of unit '", unit_name_, "'");
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage_), key_set(device_),
+                                                         c10::scalarTypeToTypeMeta(dtype));
   tensor.unsafeGetTensorImpl()->set_storage_offset(offset_bytes / size);
   tensor.unsafeGetTensorImpl()->set_sizes_contiguous({numel});
   return tensor;
@@ -77,17 +85,21 @@ void GatheredStorage::set_names(std::string unit, std::vector<ParameterRange> pa
   unit_name_ = std::move(unit);
   parameters_ = std::move(parameters);
   std::string names;
-  for (size_t i = 0; i < std::min(parameters_.size(), kNamesInMessage); ++i) names += (i ? ", '" : "'") + parameters_[i].name + "'";
+  for (size_t i = 0; i < std::min(parameters_.size(), kNamesInMessage); ++i)
+    names += (i ? ", '" : "'") + parameters_[i].name + "'";
   if (parameters_.size() > kNamesInMessage) names += ", ...";
-  detached_message_ = "fsdpx: unit '" + unit_name_ + "' is not gathered: a parameter of it (one of " + names +
-                      ") was read outside the unit's forward and backward. Call the unit's module, register the method with "
+  detached_message_ = "fsdpx: unit '" + unit_name_ +
+                      "' is not gathered: a parameter of it (one of " + names +
+                      ") was read outside the unit's forward and backward. Call the unit's module, "
+                      "register the method with "
                       "fsdpx.register_fsdp_forward_method, or call unshard() first";
   if (!attached_) detach();
 }
 
 std::string GatheredStorage::describe(int64_t offset_bytes) const {
   for (const auto& range : parameters_) {
-    if (offset_bytes >= range.begin_bytes && offset_bytes < std::max(range.end_bytes, range.begin_bytes + 1)) {
+    if (offset_bytes >= range.begin_bytes &&
+        offset_bytes < std::max(range.end_bytes, range.begin_bytes + 1)) {
       return "parameter '" + range.name + "' of unit '" + unit_name_ + "'";
     }
   }
@@ -97,7 +109,8 @@ std::string GatheredStorage::describe(int64_t offset_bytes) const {
 Unit* unit_of(const c10::TensorImpl* tensor) {
   if (!tensor->has_storage()) return nullptr;
   const auto& data = tensor->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
-  return data.get_deleter() == &release_handle ? static_cast<UnitHandle*>(data.get_context())->unit : nullptr;
+  return data.get_deleter() == &release_handle ? static_cast<UnitHandle*>(data.get_context())->unit
+                                               : nullptr;
 }
 
 }  // namespace fsdpx

@@ -1,8 +1,9 @@
 // The gathered form of a unit: one permanent torch storage whose memory comes and goes.
 //
-// [Note: Attach and detach] Views of the unit (the parameters that `forward` sees, tensors that autograd saved) point at a StorageImpl that
-// lives as long as they do. Gathering attaches memory to it, freeing detaches it; no view is remade and no version counter moves. While
-// nothing is attached, reading the storage raises an error that names the unit.
+// [Note: Attach and detach] Views of the unit (the parameters that `forward` sees, tensors that
+// autograd saved) point at a StorageImpl that lives as long as they do. Gathering attaches memory
+// to it, freeing detaches it; no view is remade and no version counter moves. While nothing is
+// attached, reading the storage raises an error that names the unit.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,7 +17,8 @@ namespace fsdpx {
 
 class Unit;
 
-// From a tensor to its unit: the context of the storage's DataPtr. It outlives the unit while views exist; `unit` is null then.
+// From a tensor to its unit: the context of the storage's DataPtr. It outlives the unit while views
+// exist; `unit` is null then.
 struct UnitHandle {
   std::atomic<int64_t> num_references{1};
   Unit* unit = nullptr;
@@ -36,12 +38,14 @@ class GatheredStorage {
   GatheredStorage(const GatheredStorage&) = delete;
   GatheredStorage& operator=(const GatheredStorage&) = delete;
 
-  void attach(void* data);  // at least num_bytes, readable; the caller keeps it alive until detach()
+  void attach(
+      void* data);  // at least num_bytes, readable; the caller keeps it alive until detach()
   void detach();
   bool attached() const { return attached_; }
   void* data() const { return data_; }
 
-  // A 1-D tensor over `numel` elements at `offset_bytes`, with the dispatch key of torch_access.h. Shapes of parameters are views of it.
+  // A 1-D tensor over `numel` elements at `offset_bytes`, with the dispatch key of torch_access.h.
+  // Shapes of parameters are views of it.
   at::Tensor segment(int64_t offset_bytes, int64_t numel, at::ScalarType dtype) const;
 
   void set_names(std::string unit, std::vector<ParameterRange> parameters);

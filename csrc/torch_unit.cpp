@@ -43,7 +43,8 @@ DType native_dtype(at::ScalarType type) {
 
 }  // namespace
 
-Unit::Unit(std::string name, int64_t gathered_bytes, c10::Device device, std::vector<SegmentLayout> segments)
+Unit::Unit(std::string name, int64_t gathered_bytes, c10::Device device,
+           std::vector<SegmentLayout> segments)
     : storage_(this, gathered_bytes, device),
       self_(std::make_shared<Unit*>(this)),
       segments_(std::move(segments)),
@@ -53,7 +54,8 @@ Unit::Unit(std::string name, int64_t gathered_bytes, c10::Device device, std::ve
 
 Unit::~Unit() { *self_ = nullptr; }
 
-// The owner's exceptions must keep their type on the way through torch's dispatcher and autograd engine: those know torch's own wrapper.
+// The owner's exceptions must keep their type on the way through torch's dispatcher and autograd
+// engine: those know torch's own wrapper.
 void Unit::call_owner(const char* method) {
   py::gil_scoped_acquire gil;
   try {
@@ -126,15 +128,18 @@ int64_t Unit::gradient_version() const {
   return sum;
 }
 
-std::vector<ConstSpan> Unit::take_gradients(const SegmentLayout& segment, std::vector<at::Tensor>& keep_alive) {
+std::vector<ConstSpan> Unit::take_gradients(const SegmentLayout& segment,
+                                            std::vector<at::Tensor>& keep_alive) {
   std::vector<ConstSpan> spans;
   for (const auto& entry : segment.entries) {
     at::Tensor gradient = std::move(leaves_[entry.leaf].mutable_grad());
     leaves_[entry.leaf].mutable_grad().reset();
     if (!gradient.defined() || entry.numel == 0) continue;
-    check(gradient.layout() == at::kStrided, "a sparse gradient reached ", storage_.describe(0), ": use dense gradients (sparse=False)");
+    check(gradient.layout() == at::kStrided, "a sparse gradient reached ", storage_.describe(0),
+          ": use dense gradients (sparse=False)");
     gradient = gradient.detach().contiguous();
-    if (native_dtype(gradient.scalar_type()) != segment.gradient) gradient = gradient.to(leaves_[entry.leaf].scalar_type());
+    if (native_dtype(gradient.scalar_type()) != segment.gradient)
+      gradient = gradient.to(leaves_[entry.leaf].scalar_type());
     spans.push_back({gradient.const_data_ptr(), entry.numel, entry.offset});
     keep_alive.push_back(std::move(gradient));
   }
@@ -149,11 +154,13 @@ void Unit::accumulate(const std::vector<std::pair<int64_t, uintptr_t>>& buffers,
     int64_t numel = 0;
     for (const auto& entry : segment.entries) numel = std::max(numel, entry.offset + entry.numel);
     py::gil_scoped_release release;
-    pack(spans, segment.gradient, reinterpret_cast<void*>(buffer), segment.accumulator, numel, 1.0, !first);
+    pack(spans, segment.gradient, reinterpret_cast<void*>(buffer), segment.accumulator, numel, 1.0,
+         !first);
   }
 }
 
-Reduction Unit::reduce(Stream& stream, std::shared_ptr<Communicator> communicator, Recorder* recorder, uint64_t generation, double scale,
+Reduction Unit::reduce(Stream& stream, std::shared_ptr<Communicator> communicator,
+                       Recorder* recorder, uint64_t generation, double scale,
                        const std::vector<SegmentTarget>& targets, std::vector<uint8_t> used) {
   auto op = std::make_shared<ReduceOp>();
   auto keep_alive = std::make_shared<std::vector<at::Tensor>>();
@@ -161,11 +168,18 @@ Reduction Unit::reduce(Stream& stream, std::shared_ptr<Communicator> communicato
   op->used = std::move(used);
   for (const SegmentTarget& target : targets) {
     const SegmentLayout& segment = segments_.at(target.segment);
-    ReduceSegment out{{}, segment.gradient, segment.wire, segment.shard_numel, reinterpret_cast<void*>(target.shard), segment.shard, scale,
+    ReduceSegment out{{},
+                      segment.gradient,
+                      segment.wire,
+                      segment.shard_numel,
+                      reinterpret_cast<void*>(target.shard),
+                      segment.shard,
+                      scale,
                       target.accumulate};
     if (target.accumulated) {
       out.grad_dtype = out.wire_dtype = segment.accumulator;
-      out.grads = {{reinterpret_cast<const void*>(target.accumulated), segment.shard_numel * communicator->size(), 0}};
+      out.grads = {{reinterpret_cast<const void*>(target.accumulated),
+                    segment.shard_numel * communicator->size(), 0}};
     } else {
       out.grads = take_gradients(segment, *keep_alive);
     }
@@ -179,7 +193,8 @@ Reduction Unit::reduce(Stream& stream, std::shared_ptr<Communicator> communicato
 
 namespace {
 
-// Final callbacks do not run when backward raises, but what they own is destroyed then: the destructor tells the two ends apart.
+// Final callbacks do not run when backward raises, but what they own is destroyed then: the
+// destructor tells the two ends apart.
 struct EndGuard {
   explicit EndGuard(py::object finish) : finish(std::move(finish)) {}
   ~EndGuard() {

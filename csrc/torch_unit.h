@@ -1,4 +1,5 @@
-// The native half of a unit: its storage, its full parameters (leaves), their gradients, and the attributes of its modules.
+// The native half of a unit: its storage, its full parameters (leaves), their gradients, and the
+// attributes of its modules.
 #pragma once
 
 #include <torch/csrc/autograd/function.h>
@@ -25,13 +26,15 @@ struct SegmentLayout {
   };
   DType gradient;     // dtype of the leaves and of their gradients
   DType wire;         // dtype that travels when gradients come straight from the leaves
-  DType accumulator;  // dtype in which gradients of several backwards are added up without communication
+  DType accumulator;  // dtype in which gradients of several backwards are added up without
+                      // communication
   DType shard;        // dtype of the gradient shard
   int64_t shard_numel;
   std::vector<Entry> entries;
 };
 
-// Where one segment's reduced gradients go. `accumulated` is the flat buffer of earlier backwards, or 0 to reduce what the leaves hold.
+// Where one segment's reduced gradients go. `accumulated` is the flat buffer of earlier backwards,
+// or 0 to reduce what the leaves hold.
 struct SegmentTarget {
   int64_t segment;
   uintptr_t shard;
@@ -47,7 +50,8 @@ struct Reduction {
 
 class Unit {
  public:
-  Unit(std::string name, int64_t gathered_bytes, c10::Device device, std::vector<SegmentLayout> segments);
+  Unit(std::string name, int64_t gathered_bytes, c10::Device device,
+       std::vector<SegmentLayout> segments);
   ~Unit();
   Unit(const Unit&) = delete;
   Unit& operator=(const Unit&) = delete;
@@ -56,36 +60,45 @@ class Unit {
   const GatheredStorage& storage() const { return storage_; }
   AttributeSwap& attributes() { return attributes_; }
 
-  // The Python object whose methods `on_access`, `on_first_gradient` and `on_gradients` are called; held weakly.
+  // The Python object whose methods `on_access`, `on_first_gradient` and `on_gradients` are called;
+  // held weakly.
   void set_owner(pybind11::object owner) { owner_ = pybind11::weakref(std::move(owner)); }
 
   // ---- Reading in backward
   bool ready() const { return storage_.attached() && !notify_; }
-  void access();                                 // asks the owner to gather when a backward is running
-  void set_notify(bool on) { notify_ = on; }     // the next access in a backward is told to the owner though the unit is gathered
-  int64_t num_holds = 0;                         // operators that are about to read the unit: it must not be freed
+  void access();  // asks the owner to gather when a backward is running
+  void set_notify(bool on) {
+    notify_ = on;
+  }  // the next access in a backward is told to the owner though the unit is gathered
+  int64_t num_holds = 0;  // operators that are about to read the unit: it must not be freed
 
   // ---- Gradients
   void add_leaf(const at::Tensor& leaf) { leaves_.push_back(leaf); }
-  void watch(int64_t leaf);                      // from now on the leaf's gradients are counted; the leaf requires grad
-  int64_t num_expected() const;                  // leaves whose gradient the running backward will still compute or has computed
+  void watch(int64_t leaf);  // from now on the leaf's gradients are counted; the leaf requires grad
+  int64_t num_expected()
+      const;  // leaves whose gradient the running backward will still compute or has computed
   void forget_backward() { num_missing_.clear(); }
   void drop_gradients();
   std::vector<bool> has_gradients() const;
-  int64_t gradient_version() const;              // sum of the leaves' version counters: moves when a full parameter is edited in place
+  int64_t gradient_version()
+      const;  // sum of the leaves' version counters: moves when a full parameter is edited in place
 
-  // Adds the leaves' gradients to flat buffers (in the accumulator dtype; `first`: overwrites) and drops them.
+  // Adds the leaves' gradients to flat buffers (in the accumulator dtype; `first`: overwrites) and
+  // drops them.
   void accumulate(const std::vector<std::pair<int64_t, uintptr_t>>& buffers, bool first);
 
-  // Issues one reduce-scatter of all `targets`; the leaves' gradients are dropped when it has read them.
-  Reduction reduce(Stream& stream, std::shared_ptr<Communicator> communicator, Recorder* recorder, uint64_t generation, double scale,
-                   const std::vector<SegmentTarget>& targets, std::vector<uint8_t> used);
+  // Issues one reduce-scatter of all `targets`; the leaves' gradients are dropped when it has read
+  // them.
+  Reduction reduce(Stream& stream, std::shared_ptr<Communicator> communicator, Recorder* recorder,
+                   uint64_t generation, double scale, const std::vector<SegmentTarget>& targets,
+                   std::vector<uint8_t> used);
 
  private:
   friend struct GradientArrival;
   void arrived();
   void call_owner(const char* method);
-  std::vector<ConstSpan> take_gradients(const SegmentLayout& segment, std::vector<at::Tensor>& keep_alive);
+  std::vector<ConstSpan> take_gradients(const SegmentLayout& segment,
+                                        std::vector<at::Tensor>& keep_alive);
 
   GatheredStorage storage_;
   std::shared_ptr<Unit*> self_;
@@ -94,9 +107,10 @@ class Unit {
   pybind11::object owner_;
   bool notify_ = false;
   std::vector<at::Tensor> leaves_;
-  std::vector<std::shared_ptr<void>> accumulators_;              // keeps the AccumulateGrad nodes that carry our hooks
+  std::vector<std::shared_ptr<void>>
+      accumulators_;  // keeps the AccumulateGrad nodes that carry our hooks
   std::vector<torch::autograd::Node*> accumulator_nodes_;
-  std::unordered_map<int, int64_t> num_missing_;                 // by graph task: gradients still to come
+  std::unordered_map<int, int64_t> num_missing_;  // by graph task: gradients still to come
 };
 
 // Keeps units from being freed while one of them is gathered for an operator that reads several.
@@ -113,12 +127,13 @@ class UnitHold {
   const std::vector<Unit*>& units_;
 };
 
-// Calls `finish(ok)` when the running backward has ended: with true at its regular end, with false when it raised (before the exception reaches
-// the caller of backward).
+// Calls `finish(ok)` when the running backward has ended: with true at its regular end, with false
+// when it raised (before the exception reaches the caller of backward).
 void at_backward_end(pybind11::object finish);
 
-// Casts the floating tensors of a nest of tuples, lists and dicts; returns the same object where nothing changed. Other containers are passed to
-// `fallback`.
-pybind11::object cast_inputs(pybind11::object inputs, at::ScalarType dtype, pybind11::object fallback);
+// Casts the floating tensors of a nest of tuples, lists and dicts; returns the same object where
+// nothing changed. Other containers are passed to `fallback`.
+pybind11::object cast_inputs(pybind11::object inputs, at::ScalarType dtype,
+                             pybind11::object fallback);
 
 }  // namespace fsdpx

@@ -1,6 +1,7 @@
 """Sharded data parallelism for PyTorch: flat units, fused native collectives, parameters as views.
 
-`fully_shard` shards a module in place; everything else here is optional. docs/architecture.md says how it works.
+`fully_shard` shards a module in place; everything else here is optional. docs/architecture.md says
+how it works.
 """
 
 # isort: off
@@ -9,19 +10,17 @@ from ._native import check_native_build
 check_native_build()  # before anything loads the native module
 # isort: on
 
-from . import comm, ops
+from . import comm, gradients, hooks, memory, module, ops, schedule, unit
 from .describe import Description, describe
 from .errors import CommTimeout, DesyncError
-from .fully_shard import (
-    FSDPModule,
-    UnshardHandle,
-    fully_shard,
-    no_sync,
-    register_fsdp_forward_method,
-)
+from .fully_shard import fully_shard
+from .module import FSDPModule, UnshardHandle, no_sync, register_fsdp_forward_method
 from .parameter import ShardedTensor
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .timeline import record_timeline
+from .torch_private import leave_to_eager
+
+leave_to_eager(gradients, hooks, memory, module, schedule, unit)
 
 __all__ = [
     "CPUOffloadPolicy",

@@ -84,7 +84,8 @@ class Description:
             kept = ", kept to backward" if unit.kept else ""
             lines.append(
                 f"  {unit.name}: {unit.num_parameters} parameters, {unit.numel:,} elements, "
-                f"{_mib(unit.gathered_bytes)} gathered ({pad:.1f} % padding), {_mib(unit.shard_bytes)} per rank of "
+                f"{_mib(unit.gathered_bytes)} gathered ({pad:.1f} % padding), "
+                f"{_mib(unit.shard_bytes)} per rank of "
                 f"{unit.world_size}{kept}; {unit.comm} ({unit.reason})"
             )
         memory = self.memory
@@ -98,7 +99,8 @@ class Description:
 def describe(model: nn.Module) -> Description:
     """Says what was decided for a model's units: communicator and why, layout, memory.
 
-    Collective if the model has not been called yet: the ranks then agree on communicators and memory.
+    Collective if the model has not been called yet: the ranks then agree on communicators and
+    memory.
 
     Args:
         model: A module that `fully_shard` was called on, or one that holds such modules.

@@ -1,4 +1,6 @@
-"""The gradient shards of a unit: from the leaves' gradients to `.grad` of the sharded parameters."""
+"""The gradient shards of a unit: from the leaves' gradients to `.grad` of the sharded
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +11,46 @@ from typing import Any
 import torch
 
 from . import _C
+from .dtypes import dtype_code
 from .parameter import ShardedTensor
+from .torch_private import storage_use_count
 from .unit import Unit
 
-# What `sys.getrefcount` gives for a gradient that only its buffer knows: the list, and the call itself.
-_UNSHARED = 2
+
+def _most_references(objects: dict[int, Any]) -> int:
+    return max((sys.getrefcount(each) for each in objects.values()), default=0)
+
+
+# What that is for objects that only the dict knows.
+_UNSHARED = _most_references({0: object()})
 
 
 @dataclass
 class Buffer:
-    """The gradient shard of one segment: a flat tensor and, per parameter, the view that becomes `.grad`."""
+    """The gradient shard of one segment: a flat tensor and, per parameter, the view that becomes
+    `.grad`.
+    """
 
     flat: torch.Tensor  # 1D, shard_numel, original dtype
     gradients: dict[int, ShardedTensor]  # parameter index -> view
 
     @property
     def is_unshared(self) -> bool:
-        """Whether nobody outside holds a gradient of an earlier step (then it may be overwritten)."""
-        if any(sys.getrefcount(g) > _UNSHARED for g in self.gradients.values()):
+        """Whether nobody outside holds a gradient of an earlier step (then it may be
+        overwritten).
+        """
+        if _most_references(self.gradients) > _UNSHARED:
             return False
-        holders = torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata)
-        # The flat tensor, the views, and the storage object that the question itself makes.
-        return bool(holders <= len(self.gradients) + 2)
+        return storage_use_count(self.flat) <= 1 + len(self.gradients)  # itself and the views
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A reduction together with what is to be done when it has ended."""
+
+    reduction: _C.Reduction
+    event: _C.Event  # of the last collective
+    added_later: dict[int, torch.Tensor]  # segment -> sum over replicas, to be added to its buffer
 
 
 @dataclass
@@ -41,13 +61,15 @@ class Gradients:
     buffers: dict[int, Buffer] = field(default_factory=dict)  # segment -> buffer
     accumulated: dict[int, torch.Tensor] = field(default_factory=dict)  # segment -> full gradients
     used: list[bool] = field(default_factory=list)  # parameters with a gradient in `accumulated`
-    in_flight: list[_C.Reduction] = field(default_factory=list)
+    in_flight: list[_InFlight] = field(default_factory=list)
     written: set[int] = field(default_factory=set)  # segments that hold this backward's gradients
 
     # ---- Runtime
 
     def accumulate(self) -> None:
-        """Adds the leaves' gradients to full gradients in the reduce dtype, without communication."""
+        """Adds the leaves' gradients to full gradients in the reduce dtype, without
+        communication.
+        """
         unit = self.unit
         self._note_used()
         first = not self.accumulated
@@ -56,7 +78,9 @@ class Gradients:
                 segment = unit.layout.segments[number]
                 dtype: Any = segment.reduce_dtype
                 # Padding travels too: it must be zero, and accumulating leaves it alone.
-                self.accumulated[number] = torch.zeros(segment.numel, dtype=dtype, device=unit.device)
+                self.accumulated[number] = torch.zeros(
+                    segment.numel, dtype=dtype, device=unit.device
+                )
         pointers = [(number, flat.data_ptr()) for number, flat in self.accumulated.items()]
         unit.native.accumulate(pointers, first)
 
@@ -72,11 +96,17 @@ class Gradients:
             self._note_used()
         used, self.used = self.used, []
         accumulated, self.accumulated = self.accumulated, {}
-        targets = []
+        targets, added_later = [], {}
         for number in self._segments():
             add = self._prepare(number)
+            target = self.buffers[number].flat
+            if (
+                add and unit.replicate_comm is not None
+            ):  # only this step's sum goes through all replicas
+                target = added_later[number] = torch.empty_like(target)
+                add = False
             source = accumulated[number].data_ptr() if number in accumulated else 0
-            targets.append((number, self.buffers[number].flat.data_ptr(), add, source))
+            targets.append((number, target.data_ptr(), add, source))
             self.written.add(number)
         if not targets:
             return
@@ -84,19 +114,49 @@ class Gradients:
         reduction = unit.native.reduce(
             comm.stream, comm.native, comm.recorder, unit.generation, scale, targets, used
         )
-        kept = (accumulated, [self.buffers[number].flat for number in self.written])
-        comm.in_flight.add(reduction.event, kept)
-        self.in_flight.append(reduction)
+        event = self._sum_over_replicas(targets, added_later) or reduction.event
+        flats = [self.buffers[number].flat for number in self.written]
+        comm.in_flight.add(event, (accumulated, flats, added_later))
+        self.in_flight.append(_InFlight(reduction, event, added_later))
+
+    def _sum_over_replicas(
+        self, targets: list[Any], added_later: dict[int, torch.Tensor]
+    ) -> _C.Event | None:
+        """Issues the all-reduce of the reduced shards over the replicas, behind the
+        reduce-scatter.
+        """
+        unit, replicas = self.unit, self.unit.replicate_comm
+        if replicas is None:
+            return None
+        event = None
+        for number, *_ in targets:
+            flat = added_later.get(number, self.buffers[number].flat)
+            event = replicas.native.all_reduce(
+                unit.comm.stream,
+                unit.name,
+                unit.generation,
+                flat.data_ptr(),
+                dtype_code(flat.dtype),
+                flat.numel(),
+                1.0,
+                unit.comm.recorder,
+            )
+        return event
 
     def deliver(self) -> None:
-        """Waits for the reductions of this backward and sets `.grad` of every parameter that was used."""
+        """Waits for the reductions of this backward and sets `.grad` of every parameter that was
+        used.
+        """
         if not self.in_flight:
             return
         in_flight, self.in_flight = self.in_flight, []
         used = [False] * len(self.unit.parameters)
-        for reduction in in_flight:
-            self.unit.wait(reduction.event)
-            used = [a or b for a, b in zip(used, reduction.used, strict=True)]
+        for each in in_flight:
+            self.unit.wait(each.event)
+            used = [a or b for a, b in zip(used, each.reduction.used, strict=True)]
+            for number, flat in each.added_later.items():
+                self.buffers[number].flat.add_(flat)
+        used = self._used_by_replicas(used)
         for number in self.written:
             for index, gradient in self.buffers[number].gradients.items():
                 parameter = self.unit.parameters[index].sharded
@@ -104,6 +164,15 @@ class Gradients:
                     parameter.grad = gradient
         self.written.clear()
         self._run_hooks(used)
+
+    def _used_by_replicas(self, used: list[bool]) -> list[bool]:
+        unit, replicas = self.unit, self.unit.replicate_comm
+        if replicas is None:
+            return used
+        counts = torch.tensor(used, dtype=torch.float32)
+        arguments = (counts.data_ptr(), dtype_code(counts.dtype), counts.numel())
+        unit.wait(replicas.native.all_reduce(unit.comm.stream, unit.name, 0, *arguments))
+        return [count > 0 for count in counts.tolist()]
 
     def drop(self) -> None:
         """Forgets the gradients of a backward that failed."""
@@ -123,7 +192,9 @@ class Gradients:
         self.used = [a or b for a, b in zip(self.used, now, strict=True)] if self.used else now
 
     def _prepare(self, number: int) -> bool:
-        """Makes the segment's buffer ready; returns whether to add to it rather than overwrite it."""
+        """Makes the segment's buffer ready; returns whether to add to it rather than overwrite
+        it.
+        """
         if number in self.written:
             return True
         buffer = self.buffers.get(number)
@@ -158,7 +229,9 @@ class Gradients:
         return Buffer(flat, gradients)
 
     def _run_hooks(self, used: list[bool]) -> None:
-        """Autograd never sees the sharded parameters: their post-accumulate hooks are called here."""
+        """Autograd never sees the sharded parameters: their post-accumulate hooks are called
+        here.
+        """
         for managed, has_gradient in zip(self.unit.parameters, used, strict=True):
             hooks = managed.sharded._post_accumulate_grad_hooks
             if hooks and has_gradient:

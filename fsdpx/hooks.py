@@ -1,10 +1,11 @@
-"""The only file that touches module internals: when a module is called, and what its attributes are.
+"""The only file that touches module internals: when a module is called, and what its attributes
+are.
 
-[Note: Attributes] `module._parameters` holds the sharded parameters for good, so everything that iterates over a
-model sees those. A module's own code reads full parameters: during forward they lie in the instance's `__dict__`
-(csrc/torch_attributes.h); inside a backward, where recomputation may read them without a forward of the unit, a subclass
-of dict answers for `_parameters`; and lists in `__dict__` that hold parameters (`nn.LSTM._flat_weights`) hold the full
-ones for good.
+[Note: Attributes] `module._parameters` holds the sharded parameters for good, so everything that
+iterates over a model sees those. A module's own code reads full parameters: during forward they lie
+in the instance's `__dict__` (csrc/torch_attributes.h); inside a backward, where recomputation may
+read them without a forward of the unit, a subclass of dict answers for `_parameters`; and lists in
+`__dict__` that hold parameters (`nn.LSTM._flat_weights`) hold the full ones for good.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from . import _C
-from .schedule import Schedule, current_backward
+from .schedule import Schedule
+from .torch_private import NO_BACKWARD, current_backward, leave_to_eager
 from .unit import Managed, Unit, unit_of, units
 
 # ---- Attributes
 
 
 class Parameters(dict[str, Any]):
-    """A module's `_parameters`: single reads inside a backward give full parameters, all else sharded ones."""
+    """A module's `_parameters`: single reads inside a backward give full parameters, all else
+    sharded ones.
+    """
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         super().__init__(parameters)
@@ -36,7 +40,7 @@ class Parameters(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         value = dict.__getitem__(self, name)
-        if current_backward() == -1:
+        if current_backward() == NO_BACKWARD:
             return value
         return self.full.get(id(value), value)
 
@@ -103,7 +107,8 @@ def run_forward(
 
 
 def make_schedule(root: nn.Module) -> Schedule:
-    """Makes one schedule for `root`'s units and all below it; an earlier one of a part of them ends.
+    """Makes one schedule for `root`'s units and all below it; an earlier one of a part of them
+    ends.
 
     Collective: the ranks agree on communicators and memory here.
     """
@@ -117,7 +122,8 @@ def make_schedule(root: nn.Module) -> Schedule:
     for old in {id(u.listener): u.listener for u in names if u.listener}.values():
         if not old.is_idle:
             raise RuntimeError(
-                f"fsdpx: module '{type(root).__name__}' is called for the first time while a forward or backward of "
+                f"fsdpx: module '{type(root).__name__}' is called for the first time while a "
+                "forward or backward of "
                 "one of its units runs: call the outermost module first"
             )
         old.close()
@@ -145,18 +151,24 @@ def all_schedules(module: nn.Module) -> list[Schedule]:
     return list(dict.fromkeys(schedule for schedule in found if schedule is not None))
 
 
-@functools.cache
-def sharded_class(cls: type[nn.Module], base: type) -> type:
-    """`cls` with `base` (FSDPModule) mixed in; calling an instance runs its unit around the call."""
+_sharded_classes: dict[type[nn.Module], type] = {}
 
-    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+
+def sharded_class(cls: type[nn.Module], base: type) -> type:
+    """`cls` with `base` (FSDPModule) mixed in; a call of an instance is one of its unit."""
+
+    def call_unit(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         unit = unit_of(self)
         call = functools.partial(cls.__call__, self)
         if unit is None:
             return call(*args, **kwargs)
         return run_forward(unit, self, call, args, kwargs)
 
-    return type(f"FSDP{cls.__name__}", (base, cls), {"__call__": __call__, "__module__": cls.__module__})
+    leave_to_eager(call_unit)
+    if cls not in _sharded_classes:
+        body = {"__call__": call_unit, "__module__": cls.__module__}
+        _sharded_classes[cls] = type(f"FSDP{cls.__name__}", (base, cls), body)
+    return _sharded_classes[cls]
 
 
 # ---- Casts

@@ -1,9 +1,9 @@
 """Slots: the memory that gathered units borrow.
 
-[Note: Places are alike on all ranks] Peers write a unit's shards straight into this rank's memory, so all ranks must
-put a unit at the same place. Every decision here depends only on the order of takes and gives, which is
-the order of the program and so the same everywhere; each collective carries its place in its check word, so a
-rank that differs is an error before data moves.
+[Note: Places are alike on all ranks] Peers write a unit's shards straight into this rank's memory,
+so all ranks must put a unit at the same place. Every decision here depends only on the order of
+takes and gives, which is the order of the program and so the same everywhere; each collective
+carries its place in its check word, so a rank that differs is an error before data moves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Place:
-    """Bytes ``[offset, offset + num_bytes)`` of a region; `pointer` is where they are on this rank."""
+    """Bytes ``[offset, offset + num_bytes)`` of a region; `pointer` is where they are on this
+    rank.
+    """
 
     region: int
     offset: int
@@ -30,14 +32,18 @@ class Place:
 
 
 class InFlight:
-    """Keeps what running collectives use: their tensors, and regions to release when all have ended."""
+    """Keeps what running collectives use: their tensors, and regions to release when all have
+    ended.
+    """
 
     def __init__(self) -> None:
         self._running: deque[tuple[_C.Event, Any]] = deque()
         self._later: list[Callable[[], None]] = []
 
     def add(self, event: _C.Event, used: Any) -> None:
-        """Keeps `used` alive until `event` has ended. Events end in the order in which they are added."""
+        """Keeps `used` alive until `event` has ended. Events end in the order in which they are
+        added.
+        """
         self._prune()
         self._running.append((event, used))
 
@@ -87,7 +93,10 @@ class Ledger:
         Takes alternate between the two ends, so that of two units at a time, each as large as a
         window allows, neither can split the space of the other.
         """
-        ends = [*sorted((o, o + s) for o, s in self._taken.items()), (self.num_bytes, self.num_bytes)]
+        ends = [
+            *sorted((o, o + s) for o, s in self._taken.items()),
+            (self.num_bytes, self.num_bytes),
+        ]
         gaps, position = [], 0
         for begin, end in ends:
             if begin - position >= size:
@@ -104,6 +113,9 @@ class Ledger:
         del self._taken[offset]
 
 
+_STEP = 128  # units are multiples of it
+
+
 def arena_bytes(sizes: Sequence[int], window: int) -> int:
     """Bytes that hold any `window` consecutive units of `sizes`, visited forwards, then backwards.
 
@@ -112,11 +124,13 @@ def arena_bytes(sizes: Sequence[int], window: int) -> int:
         window: Units held at once, at least 1.
 
     Returns:
-        The largest sum over windows, or a little more where places could not be packed that tightly.
+        The largest sum over windows, or a little more where places could not be packed that
+        tightly.
     """
+    sizes = [size for size in sizes if size]
     num_bytes = max((sum(sizes[i : i + window]) for i in range(len(sizes))), default=0)
     while (missing := _overflow(sizes, window, num_bytes)) > 0:
-        num_bytes += missing
+        num_bytes += max(_STEP, missing // 8 // _STEP * _STEP)
     return num_bytes
 
 
@@ -128,10 +142,10 @@ def _overflow(sizes: Sequence[int], window: int, num_bytes: int) -> int:
         for size in order:
             if len(held) == window:
                 ledger.give(held.popleft())
-            if size and (offset := ledger.take(size)) is None:
+            offset = ledger.take(size)
+            if offset is None:
                 return size
-            if size:
-                held.append(offset)
+            held.append(offset)
         for offset in held:
             ledger.give(offset)
     return 0
@@ -157,7 +171,9 @@ class Arena:
 
 
 class Overflow:
-    """Whole regions for units that find no place in their arena: nested uses of one level, `unshard()`."""
+    """Whole regions for units that find no place in their arena: nested uses of one level,
+    `unshard()`.
+    """
 
     KEPT_FREE = 2
 
@@ -207,7 +223,9 @@ class Memory:
         return {level: arena.num_bytes for level, arena in self._arenas.items()}
 
     def resize(self, level: int, num_bytes: int) -> None:
-        """Makes the arena of a level at least `num_bytes` large. Collective; nothing may be borrowed from it."""
+        """Makes the arena of a level at least `num_bytes` large. Collective; nothing may be
+        borrowed from it.
+        """
         old = self._arenas.get(level)
         if not num_bytes or (old and old.num_bytes >= num_bytes):
             return

@@ -9,17 +9,19 @@ import torch
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Dtypes in which a unit computes and communicates; the optimizer always sees the original dtype.
+    """Dtypes in which a unit computes and communicates; the optimizer always sees the original
+    dtype.
 
     Only floating parameters and tensors are affected.
 
     Attributes:
         param_dtype: Dtype of the gathered parameters, and so of the computation. None: as they are.
         reduce_dtype: Dtype in which gradients are accumulated over backwards without
-            synchronisation, and an upper bound for what travels. Sums over ranks are always taken in
-            at least fp32. None: the gradients' own dtype.
+            synchronisation, and an upper bound for what travels. Sums over ranks are always taken
+            in at least fp32. None: the gradients' own dtype.
         output_dtype: Dtype to which floating outputs of the unit's forward are cast. None: no cast.
-        cast_forward_inputs: Whether floating inputs of the unit's forward are cast to `param_dtype`.
+        cast_forward_inputs: Whether floating inputs of the unit's forward are cast to
+            `param_dtype`.
     """
 
     param_dtype: torch.dtype | None = None

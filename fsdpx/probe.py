@@ -1,8 +1,8 @@
 """Checks once that the installed torch behaves as the engine needs: private parts of it are used.
 
-Tested torch releases are named in `TESTED`. The probe runs the mechanism itself (attach, forward, detach, backward that
-gathers on read), so another release that still behaves alike would pass it; it is refused all the same
-unless FSDPX_UNTESTED_TORCH=1 is set.
+Tested torch releases are named in `TESTED`. The probe runs the mechanism itself (attach, forward,
+detach, backward that gathers on read), so another release that still behaves alike would pass it;
+it is refused all the same unless FSDPX_UNTESTED_TORCH=1 is set.
 """
 
 from __future__ import annotations
@@ -49,22 +49,28 @@ def check_torch() -> None:
     release = ".".join(torch.__version__.split(".")[:2])
     if release not in TESTED and os.environ.get(_VARIABLE) != "1":
         raise RuntimeError(
-            f"fsdpx: torch {torch.__version__} is not tested; use torch {' or '.join(TESTED)}, or set {_VARIABLE}=1 "
+            f"fsdpx: torch {torch.__version__} is not tested; use torch {' or '.join(TESTED)}, "
+            f"or set {_VARIABLE}=1 "
             "to go on at your own risk"
         )
     problem = _probe()
     if problem:
         raise RuntimeError(
-            f"fsdpx: torch {torch.__version__} does not behave as the engine needs ({problem}); use torch "
+            f"fsdpx: torch {torch.__version__} does not behave as the engine needs ({problem}); "
+            "use torch "
             f"{' or '.join(TESTED)}"
         )
 
 
 def _probe() -> str:
-    """Runs a matrix product whose weight is freed between forward and backward; returns what is wrong."""
+    """Runs a matrix product whose weight is freed between forward and backward; returns what is
+    wrong.
+    """
     with torch.inference_mode(False), torch.enable_grad():
         fp32 = code(torch.float32)
-        native = _C.Unit("probe", 16, torch.device("cpu"), [(*[fp32] * 4, 4, [(0, 0, 4)])])
+        native = _C.Unit(
+            "probe", 16, torch.device("cpu"), [(fp32, fp32, fp32, fp32, 4, [(0, 0, 4)])]
+        )
         weight = nn.Parameter(native.segment(0, 4, torch.float32).view(2, 2))
         native.add_leaf(weight)
         native.watch(0)
@@ -75,9 +81,9 @@ def _probe() -> str:
         y = x @ weight
         native.detach()
         owner.memory.fill_(float("nan"))
-        y.sum().backward()
+        torch.autograd.backward(y.sum())
         if owner.num_accesses != 1 or owner.num_completions != 1:
-            return f"{owner.num_accesses} reads and {owner.num_completions} completions seen, not 1 and 1"
+            return f"{owner.num_accesses} reads, {owner.num_completions} completions; not 1 and 1"
         if x.grad is None or x.grad.tolist() != [[3.0, 7.0], [3.0, 7.0]]:
             return "a weight that is attached again in backward gives a wrong gradient"
         native.detach()

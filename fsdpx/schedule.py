@@ -1,16 +1,18 @@
 """When units are gathered, freed and reduced: one schedule for all units of a model.
 
-[Note: Same order on all ranks] Every decision here follows from the order of the program (forwards, reads in
-backward, completed gradients), never from time. So ranks that run the same program issue the same
-collectives in the same order, and place them alike (see memory.py).
+[Note: Same order on all ranks] Every decision here follows from the order of the program (forwards,
+reads in backward, completed gradients), never from time. So ranks that run the same program issue
+the same collectives in the same order, and place them alike (see memory.py).
 
-[Note: Prefetch] The order of forwards is recorded in each step and used in the next: while a unit computes, the
-gathers of the `prefetch` next ones run. In backward the order of first reads is recorded the same way; before there
-is one, the forward order is reversed. A wrong guess costs a gather, never a number.
+[Note: Prefetch] The order of forwards is recorded in each step and used in the next: while a unit
+computes, the gathers of the `prefetch` next ones run. In backward the order of first reads is
+recorded the same way; before there is one, the forward order is reversed. A wrong guess costs a
+gather, never a number.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterable, Sequence
 
@@ -20,10 +22,8 @@ from . import _C
 from .comm import Communicator
 from .gradients import Gradients
 from .memory import Memory, Place, arena_bytes
+from .torch_private import NO_BACKWARD, current_backward
 from .unit import Phase, Storage, Unit
-
-_NO_BACKWARD = -1
-current_backward = torch._C._current_graph_task_id  # -1 outside of one
 
 
 class Order:
@@ -93,7 +93,9 @@ class Schedule:
         self._size_arenas(self.units)
 
     def _size_arenas(self, order: Sequence[Unit]) -> None:
-        """Gives every level an arena for any `prefetch + 1` consecutive units of `order`. Collective."""
+        """Gives every level an arena for any `prefetch + 1` consecutive units of `order`.
+        Collective.
+        """
         for comm, memory in self.memories.items():
             for level in sorted(set(self.levels.values())):
                 mine = [u for u in order if u.gathered_bytes and u.comm is comm]
@@ -147,7 +149,12 @@ class Schedule:
         """The least recently used unit whose place `unit` could take."""
         for other in self._resident:
             same_arena = self.levels[other] == self.levels[unit] and other.comm is unit.comm
-            if same_arena and not other.pins and not other.native.num_holds and other not in self._own:
+            if (
+                same_arena
+                and not other.pins
+                and not other.native.num_holds
+                and other not in self._own
+            ):
                 return other
         return None
 
@@ -172,8 +179,10 @@ class Schedule:
     # ---- Forward
 
     def begin_forward(self, unit: Unit) -> None:
-        """Before a unit's forward: its parameters are full when this returns, the next gathers run."""
-        recompute = current_backward() != _NO_BACKWARD
+        """Before a unit's forward: its parameters are full when this returns, the next gathers
+        run.
+        """
+        recompute = current_backward() != NO_BACKWARD
         if recompute:
             self._begin_backward()
         elif self._depth == 0:
@@ -198,7 +207,9 @@ class Schedule:
             self._began[unit] = time.monotonic_ns()
 
     def _prefetch(self, order: Order, chosen: Sequence[Unit] | None, unit: Unit) -> None:
-        """Issues the gathers of the units after `unit`: those that the user chose, else by the order."""
+        """Issues the gathers of the units after `unit`: those that the user chose, else by the
+        order.
+        """
         if chosen is None:
             chosen = order.next(unit.options.prefetch)
         for following in chosen:
@@ -214,7 +225,7 @@ class Schedule:
                 unit.native.swap_out()
             unit.to_phase(Phase.IDLE)
         self._record_forward(unit)
-        recompute = current_backward() != _NO_BACKWARD
+        recompute = current_backward() != NO_BACKWARD
         try:
             if ok and unit.storage is Storage.GATHERED:
                 unit.check_unedited()
@@ -252,24 +263,24 @@ class Schedule:
     def on_access(self, unit: Unit) -> None:
         """An operator of the running backward reads the unit."""
         self._begin_backward()
-        self._visit_in_backward(unit)
+        if unit.phase is Phase.IDLE:
+            self._backward.visit(unit)
         self.gather(unit)
         self._prefetch(self._backward, unit.backward_prefetch, unit)
         unit.finish_gather()
-
-    def _visit_in_backward(self, unit: Unit) -> None:
-        if unit.phase is Phase.IDLE:
-            unit.to_phase(Phase.BACKWARD)
-            self._backward.visit(unit)
-            if unit.comm.recorder.enabled:
-                self._began[unit] = time.monotonic_ns()
+        self._enter_backward(unit)
 
     def on_first_gradient(self, unit: Unit) -> None:
+        """The running backward has computed a first gradient of the unit."""
         self._begin_backward()
-        if unit.phase is Phase.IDLE:
-            unit.to_phase(Phase.BACKWARD)
-            if unit.comm.recorder.enabled:
-                self._began[unit] = time.monotonic_ns()
+        self._enter_backward(unit)
+
+    def _enter_backward(self, unit: Unit) -> None:
+        if unit.phase is not Phase.IDLE:
+            return
+        unit.to_phase(Phase.BACKWARD)
+        if unit.comm.recorder.enabled:
+            self._began[unit] = time.monotonic_ns()
 
     def on_gradients(self, unit: Unit) -> None:
         """All gradients that the running backward computes for the unit are there."""
@@ -279,12 +290,14 @@ class Schedule:
         if unit.phase is Phase.BACKWARD:
             unit.to_phase(Phase.IDLE)
         # With a frozen part, complete gradients do not mean that the weights are no longer read.
-        if unit.trains_fully and not unit.pins and not unit.kept_by_user:
-            if unit.reshard_after_backward:
-                self.free(unit)
+        done = unit.trains_fully and not unit.pins and not unit.kept_by_user
+        if done and unit.reshard_after_backward:
+            self.free(unit)
 
     def _reduce_skipped(self, unit: Unit) -> None:
-        """Reduces units that this rank's backward has passed by: other ranks may have gradients for them."""
+        """Reduces units that this rank's backward has passed by: other ranks may have gradients for
+        them.
+        """
         if unit not in self._participants:
             return
         for other in reversed(list(self._participants)):
@@ -310,13 +323,13 @@ class Schedule:
 
     def _begin_backward(self) -> None:
         task = current_backward()
-        if task in self._tasks or task == _NO_BACKWARD:
+        if task in self._tasks or task == NO_BACKWARD:
             return
         if not self._tasks:
             self._backward.begin(guess=self._forward.recorded[::-1])
             self._reduced_any = False
         self._tasks.add(task)
-        _C.at_backward_end(lambda ok, task=task: self._end_backward(task, ok))
+        _C.at_backward_end(functools.partial(self._end_backward, task))
 
     def _end_backward(self, task: int, ok: bool) -> None:
         """A backward has ended, well or by an exception; the outermost one settles everything."""
@@ -339,7 +352,9 @@ class Schedule:
             self._free_unpinned(keep=[u for u in self._resident if not u.reshard_after_backward])
 
     def _settle(self) -> None:
-        for unit in reversed(self.units):  # gradients that arrived, though not all that were expected
+        for unit in reversed(
+            self.units
+        ):  # gradients that arrived, though not all that were expected
             if any(unit.native.has_gradients()):
                 self._reduce(unit)
         if self._reduced_any:

@@ -16,6 +16,7 @@ from .comm import Communicator
 from .dtypes import dtype_code as code
 from .layout import Granularity, ParameterInfo, UnitLayout, plan_unit
 from .memory import Place
+from .mesh import ShardGroup
 from .parameter import ShardedTensor, Spec
 from .policies import MixedPrecisionPolicy
 
@@ -50,23 +51,6 @@ _LEGAL_MOVES = {
     (Phase.BACKWARD, Phase.FORWARD),
     (Phase.BACKWARD, Phase.IDLE),
 }
-
-
-@dataclass(frozen=True)
-class ShardGroup:
-    """The ranks that share a unit.
-
-    Attributes:
-        process_group: None for a single process without torch.distributed.
-        rank: This rank in the group.
-        size: Number of ranks, D.
-        kind: Communicator asked for: "auto", "shm", "c10d".
-    """
-
-    process_group: Any
-    rank: int
-    size: int
-    kind: str
 
 
 @dataclass(frozen=True)
@@ -143,11 +127,12 @@ class Unit:
         self._version = self.native.version()
         self._plan_gather: _C.GatherPlan | None = None
         self._comm: Communicator | None = None
+        self._replicate_comm: Communicator | None = None
         self._pieces = [m.sharded.to_local() for m in parameters]
         self.reshard_after_forward = options.reshard_after_forward
         self.reshard_after_backward = True
         self.requires_gradient_sync = True
-        self.gradient_divisor: float = group.size
+        self.gradient_divisor: float = group.size * group.num_replicas
         self.forward_prefetch: Sequence[Unit] | None = None  # chosen by the user
         self.backward_prefetch: Sequence[Unit] | None = None
         self.listener: Any = None  # the schedule
@@ -205,9 +190,10 @@ class Unit:
             dtype = _torch(segment.dtype)
             wire = self.options.mp_policy.wire_dtype(dtype)
             dtypes = [segment.compute_dtype, wire, segment.reduce_dtype, dtype]
-            codes = [code(_torch(d)) for d in dtypes]
+            gradient, travels, accumulator, shard = (code(_torch(d)) for d in dtypes)
             entries = [(e.index, e.offset, e.numel) for e in segment.entries]
-            segments.append((*codes, segment.shard_numel, entries))
+            numel = segment.shard_numel
+            segments.append((gradient, travels, accumulator, shard, numel, entries))
         return _C.Unit(self.name, self.layout.gathered_bytes, self.device, segments)
 
     def _make_leaves(self) -> None:
@@ -236,16 +222,6 @@ class Unit:
         self.native.set_names(name, ranges)
         self._plan_gather = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
-        raise RuntimeError(
-            f"fsdpx: unit '{self.name}' cannot be copied: copy.deepcopy the model before fully_shard"
-        )
-
-    def __reduce__(self) -> Any:
-        raise RuntimeError(
-            f"fsdpx: unit '{self.name}' cannot be pickled: save model.state_dict() instead"
-        )
-
     # ---- Properties
 
     @property
@@ -256,6 +232,15 @@ class Unit:
 
             self._comm = comm.create(self.group.process_group, kind=self.group.kind)
         return self._comm
+
+    @property
+    def replicate_comm(self) -> Communicator | None:
+        """The communicator of the ranks that hold the same shard; None without replicas."""
+        if self._replicate_comm is None and self.group.num_replicas > 1:
+            from . import comm
+
+            self._replicate_comm = comm.create(self.group.replicate_group, kind=self.group.kind)
+        return self._replicate_comm
 
     @property
     def gathered_bytes(self) -> int:
@@ -304,7 +289,9 @@ class Unit:
         self._move(phase)
 
     def refresh(self) -> None:
-        """Takes over what the user changed between steps: `requires_grad`, moved or replaced pieces."""
+        """Takes over what the user changed between steps: `requires_grad`, moved or replaced
+        pieces.
+        """
         for managed, piece in zip(self.parameters, self._pieces, strict=True):
             if managed.sharded.to_local() is not piece:
                 self._rehome()
@@ -322,26 +309,32 @@ class Unit:
                 managed.watched = True
 
     def _rehome(self) -> None:
-        """Moves pieces that `Module._apply` replaced (`.to_empty()`, `.to()`) into the flat shards again."""
+        """Moves pieces that `Module._apply` replaced (`.to_empty()`, `.to()`) into the flat shards
+        again.
+        """
         for managed in self.parameters:
             number, _ = self.layout.place(self.parameters.index(managed))
             local = managed.sharded.to_local()
             expected = self.layout.segments[number].dtype
             if local.dtype != expected:
                 raise RuntimeError(
-                    f"fsdpx: parameter '{managed.name}' of unit '{self.name}' was converted from {expected} to "
-                    f"{local.dtype} after fully_shard: convert the model before wrapping it, or use "
+                    f"fsdpx: parameter '{managed.name}' of unit '{self.name}' was converted from "
+                    f"{expected} to "
+                    f"{local.dtype} after fully_shard: convert the model before wrapping it, or "
+                    "use "
                     "MixedPrecisionPolicy(param_dtype=...)"
                 )
             if local.device.type not in (self.device.type, "meta"):
                 raise RuntimeError(
-                    f"fsdpx: parameter '{managed.name}' of unit '{self.name}' was moved to {local.device} after "
+                    f"fsdpx: parameter '{managed.name}' of unit '{self.name}' was moved to "
+                    f"{local.device} after "
                     f"fully_shard; the unit's mesh is on {self.device}"
                 )
         with torch.no_grad():
             segments = self.layout.segments
             self.shards = [
-                torch.zeros(s.shard_numel, dtype=_torch(s.dtype), device=self.device) for s in segments
+                torch.zeros(s.shard_numel, dtype=_torch(s.dtype), device=self.device)
+                for s in segments
             ]
             for index, managed in enumerate(self.parameters):
                 number, _ = self.layout.place(index)
@@ -361,7 +354,12 @@ class Unit:
         generation = self.generation
         issue_ns = time.monotonic_ns()
         event = comm.native.all_gather(
-            comm.stream, self._plan_gather, place.region, place.offset, generation
+            comm.stream,
+            self._plan_gather,
+            place.region,
+            place.offset,
+            generation,
+            comm.recorder,
         )
         comm.in_flight.add(event, self.shards)
         self.gathered = Pending(event, place, generation, issue_ns)
@@ -372,7 +370,8 @@ class Unit:
         for segment, shard in zip(self.layout.segments, self.shards, strict=True):
             if shard.device.type == "meta":
                 raise RuntimeError(
-                    f"fsdpx: unit '{self.name}' is still on the meta device: call model.to_empty(device=...) and "
+                    f"fsdpx: unit '{self.name}' is still on the meta device: call "
+                    "model.to_empty(device=...) and "
                     "initialise its parameters before the first forward"
                 )
             dtypes = (code(_torch(segment.dtype)), code(_torch(segment.compute_dtype)))
@@ -416,13 +415,17 @@ class Unit:
         return gathered.place
 
     def check_unedited(self) -> None:
-        """Raises if a full parameter was changed in place since it was gathered: the change would be lost."""
+        """Raises if a full parameter was changed in place since it was gathered: the change would
+        be lost.
+        """
         version = self.native.version()
         if version != self._version:
             self._version = version
             raise RuntimeError(
-                f"fsdpx: unit '{self.name}': forward changed a gathered parameter in place; the change would be "
-                "lost when the unit is freed. Change model.parameters() under torch.no_grad() instead"
+                f"fsdpx: unit '{self.name}': forward changed a gathered parameter in place; the "
+                "change would be "
+                "lost when the unit is freed. Change model.parameters() under torch.no_grad() "
+                "instead"
             )
 
     # ---- Called from autograd (csrc/torch_unit.cpp)
@@ -449,7 +452,9 @@ def units(model: nn.Module) -> list[Unit]:
 
 
 def communicators(model: nn.Module) -> list[Communicator]:
-    """The communicators of a model's units, without duplicates; collective where they are not made yet."""
+    """The communicators of a model's units, without duplicates; collective where they are not made
+    yet.
+    """
     return list(dict.fromkeys(unit.comm for unit in units(model)))
 
 

@@ -40,7 +40,19 @@ def tracked_files() -> list[Path]:
 def python_functions(source: str) -> Iterator[Function]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield Function(node.name, node.lineno, (node.end_lineno or 0) - node.lineno + 1)
+            yield Function(
+                node.name,
+                node.lineno,
+                (node.end_lineno or 0) - node.lineno + 1 - _docstring_lines(node),
+            )
+
+
+def _docstring_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of the docstring: a long contract is no long function."""
+    first = node.body[0]
+    if ast.get_docstring(node) is None:
+        return 0
+    return (first.end_lineno or first.lineno) - first.lineno + 1
 
 
 def python_imports(source: str, package: str) -> Iterator[tuple[str, int]]:

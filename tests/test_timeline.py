@@ -6,6 +6,7 @@ import builtins
 import importlib.util
 import itertools
 import json
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -321,6 +322,12 @@ def test_no_records_cannot_be_drawn() -> None:
 def test_write_svg(tmp_path: Path) -> None:
     write_svg(tmp_path / "t.svg", sketch(), title="T")
     assert (tmp_path / "t.svg").read_text(encoding="utf-8") == to_svg(sketch(), title="T")
+
+
+def test_the_picture_in_docs_is_what_its_program_draws() -> None:
+    program = runpy.run_path(str(Path(__file__).parents[1] / "docs" / "draw_timeline.py"))
+    drawn = to_svg(program["records"](), title=program["TITLE"])
+    assert program["PICTURE"].read_text(encoding="utf-8") == drawn
 
 
 def test_write_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

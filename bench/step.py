@@ -1,0 +1,269 @@
+"""A training step of fsdpx beside stock FSDP2 and the unsharded module, in the same processes.
+
+    torchrun --nproc-per-node 2 bench/step.py [--only fp32 bf16 host memory]
+
+Steps of the contestants take turns, so that a busy machine slows all of them; numbers are medians,
+and `+-` is half the distance between the quartiles. Every row carries its number of wrong elements:
+weights after the last step that differ from the other implementation's by more than 1e-6 of the
+tensor's largest.
+
+- fp32, bf16: a whole step (forward, backward, SGD) of a GPT with 26 million parameters. `plain` is
+  the unsharded module, which communicates nothing: what is left when everything is hidden.
+- host: the time that sharding adds to forward and backward of many tiny units of 12 parameters
+  each, on meshes of one rank, so that next to nothing is computed or sent; per unit and step.
+- memory: the most that a step holds, against `fsdpx.describe`'s prediction. Activations and
+  optimizer state are kept next to nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import ctypes
+import dataclasses
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp as stock
+from torch.distributed.device_mesh import DeviceMesh
+
+import fsdpx
+
+# The examples are beside the benchmarks, not installed.
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from model import GPT, GPTConfig, next_byte_loss
+
+GPT_26M = GPTConfig(context=128, num_layers=8, width=512, num_heads=8)
+TINY = GPTConfig(context=8, num_layers=32, width=16, num_heads=2)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MIB = 2**20
+M_MMAP_THRESHOLD = -3  # malloc.h
+
+
+@dataclasses.dataclass
+class Contestant:
+    """A model and the step that trains it, with the seconds that steps took."""
+
+    name: str
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    seconds: list[float] = dataclasses.field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        lower, _, upper = statistics.quantiles(self.seconds, n=4)
+        return (upper - lower) / 2
+
+    def compute_gradients(self, tokens: torch.Tensor, targets: torch.Tensor) -> None:
+        next_byte_loss(self.model(tokens), targets).backward()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def contestant(name: str, model: GPT, dtype: torch.dtype, mesh: DeviceMesh) -> Contestant:
+    """Shards a copy of `model` with the implementation of that name."""
+    model = copy.deepcopy(model)
+    if name == "plain":
+        model = model.to(dtype)
+    else:
+        library = fsdpx if name == "fsdpx" else stock
+        policy = library.MixedPrecisionPolicy()
+        if dtype != torch.float32:
+            policy = library.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for block in model.blocks:
+            library.fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        library.fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    return Contestant(name, model, optimizer)
+
+
+def batch(config: GPTConfig, batch_size: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    shape = (batch_size, config.context + 1)
+    tokens = torch.randint(config.vocabulary, shape, generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def race(
+    contestants: Sequence[Contestant],
+    batches: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+    *,
+    warmup: int,
+    steps: int,
+    time_update: bool,
+) -> None:
+    """Runs all contestants in turns; a step lasts until the slowest rank has ended it."""
+    gc.disable()  # a collection would hit one contestant's step and not the other's
+    for step in range(warmup + steps):
+        tokens, targets = batches(step)
+        for number in range(len(contestants)):
+            each = contestants[(step + number) % len(contestants)]  # nobody always goes first
+            dist.barrier()
+            start = time.perf_counter()
+            each.compute_gradients(tokens, targets)
+            computed = time.perf_counter()
+            each.update()
+            end = time.perf_counter() if time_update else computed
+            slowest = torch.tensor(end - start, dtype=torch.float64)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            if step >= warmup:
+                each.seconds.append(slowest.item())
+    gc.enable()
+
+
+@torch.no_grad()
+def num_wrong(one: nn.Module, other: nn.Module) -> int:
+    """Elements of the whole weights that differ by more than 1e-6 of the tensor's largest."""
+    wrong = 0
+    for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        a, b = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in (p, q))
+        close = (a - b).abs() <= 1e-6 * b.abs().max()  # false for NaN
+        wrong += int((~close).sum())
+    return wrong
+
+
+def say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def milliseconds(each: Contestant) -> str:
+    return f"{1e3 * each.median:7.1f} +- {1e3 * each.spread:4.1f} ms"
+
+
+def bench_step(args: argparse.Namespace, dtype_name: str) -> None:
+    dtype, mesh = DTYPES[dtype_name], DeviceMesh("cpu", list(range(dist.get_world_size())))
+    torch.manual_seed(0)
+    model = GPT(GPT_26M)
+    names = ("fsdpx", "FSDP2", "plain")
+    ours, theirs, plain = contestants = [contestant(name, model, dtype, mesh) for name in names]
+    race(
+        contestants,
+        lambda step: batch(GPT_26M, args.batch_size, step),
+        warmup=args.warmup,
+        steps=args.steps,
+        time_update=True,
+    )
+    wrong = num_wrong(ours.model, theirs.model)
+    say(
+        f"step {dtype_name}, 26 M parameters, {args.batch_size} x {GPT_26M.context} tokens a rank: "
+        f"fsdpx {milliseconds(ours)}, FSDP2 {milliseconds(theirs)}, plain {milliseconds(plain)}; "
+        f"fsdpx / FSDP2 {ours.median / theirs.median:.2f}, plain / FSDP2 "
+        f"{plain.median / theirs.median:.2f}; wrong {wrong}"
+    )
+
+
+def own_mesh() -> DeviceMesh:
+    """A mesh of this rank alone; collective."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return DeviceMesh.from_group(groups[dist.get_rank()], "cpu")
+
+
+def bench_host(args: argparse.Namespace) -> None:
+    mesh, num_units = own_mesh(), TINY.num_layers
+    torch.manual_seed(0)
+    model = GPT(TINY)
+    names = ("fsdpx", "FSDP2", "plain")
+    ours, theirs, plain = contestants = [
+        contestant(name, model, torch.float32, mesh) for name in names
+    ]
+    race(
+        contestants,
+        lambda step: batch(TINY, 1, step),
+        warmup=args.warmup,
+        steps=5 * args.steps,
+        time_update=False,
+    )
+    added = [1e6 * (each.median - plain.median) / num_units for each in (ours, theirs)]
+    say(
+        f"host work, {num_units} units of 12 tiny parameters, one rank: fsdpx adds {added[0]:.0f}, "
+        f"FSDP2 {added[1]:.0f} us per unit and step to the plain module's "
+        f"{1e6 * plain.median / num_units:.0f}; +- {1e6 * ours.spread / num_units:.0f} and "
+        f"{1e6 * theirs.spread / num_units:.0f}; wrong {num_wrong(ours.model, plain.model)}"
+    )
+
+
+def proc_status(field: str) -> int:
+    """A field of /proc/self/status in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError(f"/proc/self/status has no {field}")
+
+
+def peak_step_bytes(each: Contestant, baseline: int) -> int:
+    """The most memory beyond `baseline` that this rank holds in a step.
+
+    Pages that other ranks own and this one has mapped, to write into them, count as theirs.
+    """
+    tokens, targets = batch(dataclasses.replace(GPT_26M, context=8), 1, 0)
+    for last in (False, False, True):
+        dist.barrier()
+        if last:
+            Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+        each.compute_gradients(tokens, targets)
+        each.update()
+    shared = proc_status("RssShmem")
+    others = shared * (dist.get_world_size() - 1) // dist.get_world_size()
+    return proc_status("VmHWM") - baseline - others
+
+
+def bench_memory() -> None:
+    # Freed tensors go back to the system at once: the peak is of what is held, not of malloc.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
+    mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
+    peaks: dict[str, int] = {}
+    weights: dict[str, nn.Module] = {}
+    warm_up = contestant("plain", GPT(TINY), torch.float32, mesh)
+    warm_up.compute_gradients(*batch(TINY, 1, 0))
+    for name in ("fsdpx", "FSDP2"):
+        gc.collect()
+        baseline = proc_status("VmRSS")
+        torch.manual_seed(0)
+        each = contestant(name, GPT(GPT_26M), torch.float32, mesh)
+        gc.collect()
+        peaks[name] = peak_step_bytes(each, baseline)
+        weights[name] = each.model
+        if name == "fsdpx":
+            predicted = fsdpx.describe(each.model).memory.total
+    say(
+        f"memory of a step, fp32, 26 M parameters: fsdpx {peaks['fsdpx'] / MIB:.1f} MiB, predicted "
+        f"{predicted / MIB:.1f} ({100 * (peaks['fsdpx'] / predicted - 1):+.1f} %); FSDP2 "
+        f"{peaks['FSDP2'] / MIB:.1f}; wrong {num_wrong(weights['fsdpx'], weights['FSDP2'])}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Step time, host work and memory against FSDP2.")
+    rows = ("fp32", "bf16", "host", "memory")
+    parser.add_argument("--only", nargs="+", choices=rows, default=rows)
+    parser.add_argument("--steps", type=int, default=11)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--batch-size", type=int, default=4, help="sequences per rank")
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    if "memory" in args.only:  # first, while the process is still small
+        bench_memory()
+    if "host" in args.only:
+        bench_host(args)
+    for name in DTYPES:
+        if name in args.only:
+            bench_step(args, name)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""The native module. Addresses are integers (`tensor.data_ptr()`), dtypes are codes."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+
+torch_version: str
+
+_Span = tuple[int, int, int]  # address (0: zeros), numel, offset
+
+# ---- Kernels
+
+def cast(
+    src: int,
+    from_dtype: int,
+    dst: int,
+    to_dtype: int,
+    numel: int,
+    scale: float = 1.0,
+    accumulate: bool = False,
+) -> None: ...
+def pack(
+    srcs: Sequence[_Span],
+    from_dtype: int,
+    flat: int,
+    to_dtype: int,
+    flat_numel: int,
+    scale: float = 1.0,
+    accumulate: bool = False,
+) -> None: ...
+def unpack(
+    flat: int,
+    from_dtype: int,
+    dsts: Sequence[_Span],
+    to_dtype: int,
+    scale: float = 1.0,
+    accumulate: bool = False,
+) -> None: ...
+def reduce(
+    srcs: Sequence[int],
+    from_dtype: int,
+    dst: int,
+    to_dtype: int,
+    numel: int,
+    scale: float = 1.0,
+    accumulate: bool = False,
+) -> None: ...
+def isa() -> str: ...
+def set_isa(name: str) -> None: ...
+
+# ---- Streams and communicators
+
+@final
+class Event:
+    def query(self) -> bool: ...
+    def wait(self, seconds: float) -> None: ...
+
+@final
+class Stream:
+    def __init__(self, name: str) -> None: ...
+    def enqueue(self, task: Callable[[], object]) -> Event: ...
+    def close(self, seconds: float) -> None: ...
+
+@final
+class Recorder:
+    def __init__(self) -> None: ...
+    @property
+    def enabled(self) -> bool: ...
+    def enable(self, on: bool) -> None: ...
+    def record(
+        self,
+        lane: str,
+        unit: str,
+        operation: str,
+        issue_ns: int,
+        begin_ns: int,
+        end_ns: int,
+        wire_bytes: int = 0,
+    ) -> None: ...
+    def take(self) -> list[tuple[str, str, str, int, int, int, int]]: ...
+
+def now_ns() -> int: ...
+
+@final
+class GatherPlan:
+    def __init__(self, unit: str, segments: Sequence[tuple[int, int, int, int, int]]) -> None: ...
+    @property
+    def unit(self) -> str: ...
+
+@final
+class ReduceSegment:
+    def __init__(
+        self,
+        grads: Sequence[_Span],
+        grad_dtype: int,
+        wire_dtype: int,
+        numel: int,
+        shard: int,
+        shard_dtype: int,
+        scale: float = 1.0,
+        accumulate: bool = False,
+    ) -> None: ...
+
+@final
+class ReduceOp:
+    def __init__(
+        self,
+        unit: str,
+        generation: int,
+        segments: Sequence[ReduceSegment],
+        used: Sequence[int] = ...,
+    ) -> None: ...
+    @property
+    def used(self) -> list[int]: ...
+
+@final
+class RegionView:
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+class Communicator:
+    @property
+    def kind(self) -> str: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def allocate(self, nbytes: int) -> int: ...
+    def region_data(self, region: int, /) -> int: ...
+    def region_view(self, region: int, nbytes: int, /) -> RegionView: ...
+    def release(self, region: int) -> None: ...
+    def all_gather(
+        self,
+        stream: Stream,
+        plan: GatherPlan,
+        region: int,
+        offset: int,
+        generation: int,
+        recorder: Recorder | None = None,
+        keep_alive: object = None,
+    ) -> Event: ...
+    def reduce_scatter(
+        self,
+        stream: Stream,
+        op: ReduceOp,
+        recorder: Recorder | None = None,
+        keep_alive: object = None,
+    ) -> Event: ...
+    def all_reduce(
+        self,
+        stream: Stream,
+        unit: str,
+        generation: int,
+        data: int,
+        dtype: int,
+        numel: int,
+        scale: float = 1.0,
+        recorder: Recorder | None = None,
+        keep_alive: object = None,
+    ) -> Event: ...
+    def barrier(self, stream: Stream, name: str) -> Event: ...
+    def close(self) -> None: ...
+
+# ---- Facing torch
+
+# Gradient, wire, accumulator and shard dtype, numel of a shard, (leaf, offset, numel) of each entry
+_Segment = tuple[int, int, int, int, int, Sequence[tuple[int, int, int]]]
+
+@final
+class Unit:
+    def __init__(
+        self, name: str, gathered_bytes: int, device: torch.device, segments: Sequence[_Segment]
+    ) -> None: ...
+    @property
+    def attached(self) -> bool: ...
+    @property
+    def num_holds(self) -> int: ...
+    def set_owner(self, owner: object, /) -> None: ...
+    def set_names(self, name: str, parameters: Sequence[tuple[int, int, str]], /) -> None: ...
+    def attach(self, data: int, /) -> None: ...
+    def detach(self) -> None: ...
+    def segment(self, offset: int, numel: int, dtype: torch.dtype, /) -> torch.Tensor: ...
+    def set_notify(self, on: bool, /) -> None: ...
+    def add_leaf(self, leaf: torch.Tensor, /) -> None: ...
+    def watch(self, leaf: int, /) -> None: ...
+    def num_expected(self) -> int: ...
+    def forget_backward(self) -> None: ...
+    def drop_gradients(self) -> None: ...
+    def has_gradients(self) -> list[bool]: ...
+    def version(self) -> int: ...
+    def accumulate(self, buffers: Sequence[tuple[int, int]], first: bool, /) -> None: ...
+    def reduce(
+        self,
+        stream: Stream,
+        communicator: Communicator,
+        recorder: Recorder | None,
+        generation: int,
+        scale: float,
+        targets: Sequence[tuple[int, int, bool, int]],
+        used: Sequence[bool],
+        /,
+    ) -> Reduction: ...
+    def add_attribute(
+        self, names: object, key: str, full: object, parameters: object, sharded: object, /
+    ) -> None: ...
+    def clear_attributes(self) -> None: ...
+    def swap_in(self) -> None: ...
+    def swap_out(self) -> None: ...
+
+@final
+class Reduction:
+    @property
+    def event(self) -> Event: ...
+    @property
+    def used(self) -> list[bool]: ...
+
+def at_backward_end(finish: Callable[[bool], object], /) -> None: ...
+def cast_inputs(inputs: Any, dtype: torch.dtype, fallback: Callable[[Any], Any], /) -> Any: ...

@@ -1,0 +1,79 @@
+"""Finds the parameters that one `fully_shard` call manages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from .parameter import ShardedTensor
+from .unit import Managed, unit_of
+
+
+def managed_modules(modules: Sequence[nn.Module]) -> set[nn.Module]:
+    """The modules whose parameters belong to the unit: all below, except below units of their
+    own.
+    """
+    found: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> None:
+        if module in found or unit_of(module) is not None:
+            return
+        found.add(module)
+        for child in module.children():
+            visit(child)
+
+    for module in modules:
+        visit(module)
+    return found
+
+
+def collect(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[Managed]:
+    """The unit's parameters in registration order; one that several modules hold appears once."""
+    managed = managed_modules(modules)
+    ignored_ids = {id(parameter) for parameter in ignored}
+    found: dict[int, Managed] = {}
+    for root in modules:
+        for prefix, module in root.named_modules():
+            if module not in managed:
+                continue
+            for name, parameter in module._parameters.items():
+                if parameter is None or id(parameter) in ignored_ids:
+                    continue
+                path = f"{prefix}.{name}" if prefix else name
+                _check_parameter(path, parameter)
+                entry = found.setdefault(id(parameter), Managed(path, parameter, []))
+                if (module, name) not in entry.owners:
+                    entry.owners.append((module, name))
+    return list(found.values())
+
+
+def _check_parameter(path: str, parameter: torch.Tensor) -> None:
+    taken = parameter.__dict__.get("_fsdpx_taken")
+    if taken is None and isinstance(parameter, ShardedTensor):
+        taken = ("another module", parameter._spec.name)
+    if taken is not None:
+        unit, other = taken
+        raise ValueError(
+            f"fully_shard: parameter '{path}' is shared with '{other}', which is already in the "
+            f"unit of {unit}: shard "
+            "the module that encloses both first, without sharding them on their own"
+        )
+    if parameter.layout is not torch.strided:
+        raise ValueError(
+            f"fully_shard: parameter '{path}' has layout {parameter.layout}: make it dense"
+        )
+    if parameter.is_complex():
+        raise ValueError(
+            f"fully_shard: parameter '{path}' is complex: store its real and imaginary parts, or "
+            "ignore it"
+        )
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise ValueError(
+            f"fully_shard: parameter '{path}' is not initialised: run a lazy module once before"
+        )
+    if parameter.device.type not in ("cpu", "meta"):
+        raise ValueError(
+            f"fully_shard: parameter '{path}' is on {parameter.device}: only CPU is supported yet"
+        )

@@ -1,0 +1,70 @@
+"""Which ranks share a unit, and which hold copies of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class ShardGroup:
+    """The ranks of a unit.
+
+    Attributes:
+        process_group: Of the ranks that share it. None for a single process without
+            torch.distributed.
+        rank: This rank in that group.
+        size: Number of ranks that share it, D.
+        kind: Communicator asked for: "auto", "shm", "c10d".
+        replicate_group: Of the ranks that hold the same share (HSDP); None without replicas.
+        num_replicas: Number of those.
+    """
+
+    process_group: Any
+    rank: int
+    size: int
+    kind: str
+    replicate_group: Any = None
+    num_replicas: int = 1
+
+
+def resolve_mesh(mesh: DeviceMesh | None, kind: str) -> tuple[ShardGroup, torch.device]:
+    """The group and the device of a mesh.
+
+    Args:
+        mesh: None: the default process group, or a single process. 1-D: its ranks share. 2-D:
+            dimension 0 replicates, dimension 1 shares (HSDP).
+        kind: Communicator to use.
+
+    Raises:
+        ValueError: If the mesh is on another device than CPU or has more than two dimensions.
+    """
+    device = torch.device("cpu")
+    if mesh is None:
+        if not dist.is_initialized():
+            return ShardGroup(None, 0, 1, kind), device
+        return _group(dist.group.WORLD, kind), device
+    if mesh.device_type != "cpu":
+        raise ValueError(
+            f"fully_shard: a mesh on {mesh.device_type} is not supported yet: only CPU meshes are"
+        )
+    if mesh.ndim == 1:
+        return _group(mesh.get_group(), kind), device
+    if mesh.ndim == 2:
+        replicate = mesh.get_group(0)
+        return _group(mesh.get_group(1), kind, replicate, dist.get_world_size(replicate)), device
+    raise ValueError(
+        f"fully_shard: the mesh has {mesh.ndim} dimensions; give one with 1 (share) or 2 "
+        "(replicate, share)"
+    )
+
+
+def _group(group: Any, kind: str, replicate: Any = None, num_replicas: int = 1) -> ShardGroup:
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if num_replicas == 1:
+        replicate = None
+    return ShardGroup(group, rank, size, kind, replicate, num_replicas)

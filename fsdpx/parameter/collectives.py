@@ -1,0 +1,122 @@
+"""The collectives that sharded parameters run by themselves, outside of a unit's schedule.
+
+Whole reads (`full_tensor`) and whole-tensor reductions (norms, sums) go through the process group,
+on the caller's thread; nothing else in this package communicates.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdpx.parameter.spec import Spec
+
+Group = dist.ProcessGroup | None
+
+
+def group_of(spec: Spec) -> Group:
+    """The group to reduce over; None where one rank holds everything."""
+    if spec.group is None and len(spec.ranges) > 1:
+        raise RuntimeError(
+            f"parameter {spec.name!r} is shared by {len(spec.ranges)} ranks, but was loaded "
+            "outside of their process group, so its whole value can't be computed here; copy it "
+            "into a model's own parameter first (param.copy_(...), load_state_dict)"
+        )
+    return spec.group
+
+
+def all_reduce(value: torch.Tensor, operation: str, group: Group) -> torch.Tensor:
+    """Reduces over `group`, in place where possible.
+
+    Args:
+        value: Plain tensor, overwritten.
+        operation: ``"sum"``, ``"max"`` or ``"min"``.
+        group: None for no communication.
+    """
+    if group is None:
+        return value
+    if type(value) is not torch.Tensor:
+        # torch.compile is tracing: only a functional collective gets its wait into the graph.
+        import torch.distributed._functional_collectives as functional
+
+        reduced = functional.all_reduce(value, operation, group)
+        return functional.wait_tensor(reduced)  # type: ignore[no-any-return,no-untyped-call]
+    operations = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+    dist.all_reduce(value, op=operations[operation], group=group)
+    return value
+
+
+def all_reduce_max(values: torch.Tensor, group: Group) -> torch.Tensor:
+    """The largest of each value over `group`, NaN if any rank has NaN.
+
+    Backends disagree on what the maximum of a number and NaN is, so NaNs travel as flags.
+
+    Args:
+        values: 1-D, floating or integer.
+        group: None for no communication.
+    """
+    if group is None:
+        return values
+    if not values.is_floating_point():
+        return all_reduce(values.clone(), "max", group)
+    nan = values.isnan()
+    sent = torch.cat([values.masked_fill(nan, -torch.inf), nan.to(values.dtype)])
+    largest, is_nan = all_reduce(sent, "max", group).chunk(2)
+    return largest.masked_fill(is_nan > 0, torch.nan)
+
+
+def gather_whole(local: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """The whole parameter from every rank's piece; a collective over the spec's group.
+
+    Args:
+        local: This rank's piece, 1-D. Any dtype: bytes travel.
+        spec: Of the parameter.
+
+    Returns:
+        A new contiguous tensor of the global shape (with one rank: a view of the piece).
+    """
+    if group_of(spec) is None or local.is_meta:
+        return (local if not local.is_meta else local.new_empty(spec.numel)).view(spec.shape)
+    whole = local.new_empty(spec.numel)
+    owners = [rank for rank in _owners(spec) if spec.ranges[rank][1] > spec.ranges[rank][0]]
+    if 2 * len(owners) >= len(spec.ranges):
+        _all_gather(local, whole, spec, owners)
+    else:
+        # Few ranks hold it: a padded all-gather would cost memory for all the others.
+        _broadcast(local, whole, spec, owners)
+    return whole.view(spec.shape)
+
+
+def _owners(spec: Spec) -> range:
+    owners = getattr(spec.ranges, "owners", None)
+    return owners if owners is not None else range(len(spec.ranges))
+
+
+def _all_gather(local: torch.Tensor, whole: torch.Tensor, spec: Spec, owners: list[int]) -> None:
+    longest = max(spec.ranges[rank][1] - spec.ranges[rank][0] for rank in owners)
+    padded = local
+    if local.numel() < longest:
+        padded = local.new_zeros(longest)
+        padded[: local.numel()] = local
+    out = local.new_empty(len(spec.ranges) * longest)
+    # The name changed between torch versions; the old one warns in the new version.
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    # Bytes, because not every backend knows every dtype.
+    gather(out.view(torch.uint8), padded.contiguous().view(torch.uint8), group=spec.group)
+    for rank in owners:
+        begin, end = spec.ranges[rank]
+        whole[begin:end] = out[rank * longest : rank * longest + end - begin]
+
+
+def _broadcast(local: torch.Tensor, whole: torch.Tensor, spec: Spec, owners: list[int]) -> None:
+    whole[spec.begin : spec.end] = local
+    works = []
+    for rank in owners:
+        begin, end = spec.ranges[rank]
+        part = whole[begin:end].view(torch.uint8)
+        works.append(dist.broadcast(part, group=spec.group, group_src=rank, async_op=True))
+    for work in works:
+        if work is not None:
+            work.wait()

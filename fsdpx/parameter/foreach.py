@@ -1,0 +1,103 @@
+"""Operators on lists of tensors: `torch._foreach_*` and the fused optimizers' kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from fsdpx.parameter.operands import is_tensor_list, local_operand
+from fsdpx.parameter.spec import Spec
+from fsdpx.parameter.table import Handler, family
+from fsdpx.parameter.tensor import ShardedTensor, first_spec, refuse, refuse_for
+
+# By name: `_foreach_mm` and reductions exist as well.
+_FOREACH = """
+    abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min clone copy cos cosh div erf erfc
+    exp expm1 floor frac lerp lgamma log log10 log1p log2 maximum minimum mul neg pow reciprocal
+    round rsqrt sigmoid sign sin sinh sqrt sub tan tanh trunc zero
+"""
+FOREACH = frozenset(_FOREACH.split())
+FUSED = frozenset(["_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"])
+
+_PLAIN_ARGUMENTS = frozenset(["state_steps"])
+
+
+@family
+def _lists(func: OpOverload) -> Handler | None:
+    name = func._schema.name.removeprefix("aten::")
+    if func._overloadname.endswith("out"):
+        return None
+    if name.removeprefix("_foreach_").rstrip("_") in FOREACH and name.startswith("_foreach_"):
+        return foreach
+    return fused if name in FUSED else None
+
+
+def foreach(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs the operator on the lists of pieces; plain tensors may stand among them."""
+    mutates = func._schema.is_mutable
+    lists = [value for value in args if is_tensor_list(value)]
+    specs = _specs(lists[:1] if mutates else lists)
+    local = [_pieces(v, specs, func) if is_tensor_list(v) else v for v in args]
+    result = func(*local, **kwargs)
+    if mutates or result is None:
+        return None
+    return [
+        part if spec is None else ShardedTensor(part, spec)
+        for part, spec in zip(result, specs, strict=True)
+    ]
+
+
+def fused(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs a fused optimizer's kernel on the lists of pieces; step counters are plain."""
+    specs = _specs(args[:1])
+    names = [argument.name for argument in func._schema.arguments]
+    local = [
+        _pieces(value, specs, func, zero_dim=True)
+        if is_tensor_list(value) and name not in _PLAIN_ARGUMENTS
+        else value
+        for name, value in zip(names, args, strict=False)
+    ]
+    for name, value in kwargs.items():
+        if is_tensor_list(value) and name not in _PLAIN_ARGUMENTS:
+            refuse(func, args, kwargs)
+    return func(*local, **kwargs)
+
+
+def _specs(lists: Sequence[Sequence[torch.Tensor]]) -> list[Spec | None]:
+    """What decides at each place: the first sharded tensor there."""
+    found: list[Spec | None] = [getattr(tensor, "_spec", None) for tensor in lists[0]]
+    for more in lists[1:]:
+        if None not in found or len(more) != len(found):
+            break
+        found = [f or getattr(t, "_spec", None) for f, t in zip(found, more, strict=True)]
+    return found
+
+
+def _pieces(
+    tensors: Sequence[torch.Tensor],
+    specs: Sequence[Spec | None],
+    func: OpOverload,
+    zero_dim: bool = False,
+) -> list[torch.Tensor]:
+    if len(tensors) != len(specs):
+        raise RuntimeError(
+            f"{func}: tensor lists must have the same number of tensors, got {len(specs)} and "
+            f"{len(tensors)}"
+        )
+    pieces: list[torch.Tensor] = []
+    for tensor, spec in zip(tensors, specs, strict=True):
+        own: Spec | None = getattr(tensor, "_spec", None)
+        if own is spec:
+            pieces.append(tensor if own is None else tensor._local)  # type: ignore[attr-defined]
+        elif spec is None:
+            refuse_for(
+                first_spec((tensor,), {}), func, "pairs it with an unsharded tensor to write"
+            )
+        elif zero_dim and own is None and not tensor.dim():
+            pieces.append(spec.piece(tensor))
+        else:
+            pieces.append(local_operand(tensor, spec, func))
+    return pieces

@@ -1,0 +1,50 @@
+"""The private parts of torch that the Python half uses, all in one place; `probe` checks them.
+
+The native half's are in csrc/torch_*.
+"""
+
+from __future__ import annotations
+
+import inspect
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+NO_BACKWARD = -1
+
+current_backward = torch._C._current_graph_task_id
+"""The number of the backward that runs in this thread, or `NO_BACKWARD`."""
+
+
+def storage_use_count(tensor: torch.Tensor) -> int:
+    """How many tensors share `tensor`'s storage, itself included."""
+    # The storage object that the question itself makes counts as one.
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
+
+
+def leave_to_eager(*what: ModuleType | FunctionType) -> None:
+    """Keeps torch.compile out of the engine: these functions are neither traced nor inlined.
+
+    What they call (the user's forwards) is compiled as usual. The decorator `torch.compiler.disable`
+    would import the compiler and cost a microsecond per call.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    for function in _functions(what):
+        frames.set_code_exec_strategy(function.__code__, skip)
+        marked: Any = function
+        marked._torchdynamo_disable = True
+        marked._torchdynamo_disable_msg = "fsdpx gathers and frees parameters here"
+
+
+def _functions(what: tuple[ModuleType | FunctionType, ...]) -> list[FunctionType]:
+    found = [each for each in what if isinstance(each, FunctionType)]
+    for module in what:
+        for member in vars(module).values() if isinstance(module, ModuleType) else ():
+            if getattr(member, "__module__", None) != module.__name__:
+                continue
+            inner = vars(member).values() if inspect.isclass(member) else [member]
+            functions = [getattr(each, "fget", each) for each in inner]
+            found += [each for each in functions if isinstance(each, FunctionType)]
+    return found
