@@ -1,6 +1,5 @@
 """Runs a scenario sharded and unsharded, and says what differs."""
 
-import gc
 import re
 
 import torch
@@ -104,8 +103,6 @@ def gathered_units(model: nn.Module, *, forward_only: bool) -> list[str]:
     """The names of the units that still hold full parameters."""
     if forward_only:
         model.reshard()  # a root keeps its own for the backward that usually follows
-    # What only a cycle keeps alive may hold a graph, and a graph may hold views.
-    gc.collect()
     return [f"unit {u.name!r} is still gathered" for u in units(model) if u.is_gathered]
 
 

@@ -38,7 +38,7 @@ def func_jacrev(model: nn.Module) -> list[Tensor]:
     return [torch.func.jacrev(lambda x: model(x).sum(0))(inputs()).detach()]
 
 
-@scenario(Stack)
+@scenario(Stack, forward_only=True)  # its backward concerns none of the model's own parameters
 def functional_call(model: nn.Module) -> list[Tensor]:
     own = {
         name: whole(parameter.detach()).clone().requires_grad_()
