@@ -9,6 +9,8 @@
 
 #include "check.h"
 #include "comm_queue.h"
+#include "exchange_communicator.h"
+#include "shm_communicator.h"
 
 namespace py = pybind11;
 
@@ -131,8 +133,9 @@ shared_ptr<Event> all_reduce(shared_ptr<Communicator> comm, Stream& stream, std:
 }
 
 shared_ptr<Event> barrier(shared_ptr<Communicator> comm, Stream& stream, std::string name) {
-  return stream.enqueue(
-      [comm = std::move(comm), tag = Tag{std::move(name), 0}] { comm->barrier(tag); });
+  auto event = stream.enqueue([comm, tag = Tag{std::move(name), 0}] { comm->barrier(tag); });
+  comm->note_issued(event);
+  return event;
 }
 
 // The bytes of a region as a Python buffer, which keeps the communicator (and so the memory) alive.
@@ -221,7 +224,8 @@ void bind_communicator(py::module_& m) {
       .def_property_readonly("kind", &Communicator::kind)
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
-      .def("allocate", &Communicator::allocate, py::arg("nbytes"), nogil)
+      .def("allocate", &allocate_in_order, py::arg("nbytes"), nogil,
+           "After all collectives issued so far.")
       .def("region_data",
            [](Communicator& comm, int64_t region) {
              return reinterpret_cast<uintptr_t>(comm.region_data(region));
@@ -244,6 +248,50 @@ void bind_communicator(py::module_& m) {
       .def("close", &Communicator::close, nogil);
 }
 
+// A Python callable (send address, recv address, nbytes) as a primitive. It runs on the worker thread and takes the GIL to issue.
+ByteCollectives::Call byte_collective(py::function function) {
+  auto held = keep(std::move(function));
+  return [held](const void* send, void* recv, int64_t nbytes) {
+    py::gil_scoped_acquire gil;
+    try {
+      (*static_cast<py::object*>(held.get()))(reinterpret_cast<uintptr_t>(send),
+                                              reinterpret_cast<uintptr_t>(recv), nbytes);
+    } catch (const py::error_already_set& error) {
+      // Not as it is: it could not be destroyed without the GIL.
+      const py::object timeout = py::module_::import("fsdpx.errors").attr("CommTimeout");
+      const std::string message = py::str(error.value());
+      if (error.matches(timeout)) throw CommTimeout(message);
+      throw std::runtime_error(message);
+    }
+  };
+}
+
+void bind_kinds(py::module_& m) {
+  const auto nogil = py::call_guard<py::gil_scoped_release>();
+  py::class_<ShmBootstrap>(m, "ShmBootstrap")
+      .def(py::init<std::string>(), py::arg("way"))
+      .def_property_readonly("address", &ShmBootstrap::address)
+      .def(
+          "connect",
+          [](ShmBootstrap& self, int rank, const std::vector<std::string>& addresses,
+             double timeout, int64_t max_send_bytes, double connect_timeout) {
+            return self.connect(rank, addresses, {timeout, connect_timeout, max_send_bytes});
+          },
+          py::arg("rank"), py::arg("addresses"), py::arg("timeout"), py::arg("max_send_bytes") = -1,
+          py::arg("connect_timeout") = 60.0, nogil);
+  m.def(
+      "exchange_communicator",
+      [](std::string kind, int rank, int size, py::function all_gather,
+         py::function all_to_all) -> shared_ptr<Communicator> {
+        return std::make_shared<ExchangeCommunicator>(
+            std::move(kind), rank, size,
+            ByteCollectives{byte_collective(std::move(all_gather)),
+                            byte_collective(std::move(all_to_all))});
+      },
+      py::arg("kind"), py::arg("rank"), py::arg("size"), py::arg("all_gather"),
+      py::arg("all_to_all"), "Each callable takes (send address, recv address, bytes per rank).");
+}
+
 }  // namespace
 
 void bind_comm(py::module_& m) {
@@ -251,6 +299,7 @@ void bind_comm(py::module_& m) {
   bind_streams(m);
   bind_operations(m);
   bind_communicator(m);
+  bind_kinds(m);
 }
 
 }  // namespace fsdpx

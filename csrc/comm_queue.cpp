@@ -1,5 +1,6 @@
 #include "comm_queue.h"
 
+#include <limits>
 #include <utility>
 
 namespace fsdpx {
@@ -7,18 +8,20 @@ namespace {
 
 // Enqueues `call`, timed for the recorder. `owned` goes when the task has ended, before its event does.
 template <typename Call>
-std::shared_ptr<Event> issue(Stream& stream, const Tag& tag, const char* operation, int64_t bytes,
+std::shared_ptr<Event> issue(Stream& stream, Communicator& comm, const Tag& tag, const char* operation, int64_t bytes,
                              Recorder* recorder, std::shared_ptr<void> owned, Call call) {
   const bool record = recorder != nullptr && recorder->enabled();
   const int64_t issue_ns = record ? now_ns() : 0;
   std::string unit = record ? tag.unit : std::string();
-  return stream.enqueue([call = std::move(call), unit = std::move(unit), owned = std::move(owned),
+  auto event = stream.enqueue([call = std::move(call), unit = std::move(unit), owned = std::move(owned),
                          operation, bytes, recorder, record, issue_ns] {
     const int64_t begin_ns = record ? now_ns() : 0;
     call();
     if (record)
       recorder->record({"comm", unit, operation, issue_ns, begin_ns, now_ns(), bytes});
   });
+  comm.note_issued(event);
+  return event;
 }
 
 }  // namespace
@@ -38,18 +41,20 @@ int64_t wire_bytes(const ReduceOp& op, int num_ranks) {
 std::shared_ptr<Event> issue_all_gather(Stream& stream, std::shared_ptr<Communicator> comm,
                                         std::shared_ptr<const GatherOp> op, Recorder* recorder,
                                         std::shared_ptr<void> keep_alive) {
-  const int64_t bytes = wire_bytes(*op, comm->size());
+  Communicator& target = *comm;  // before the closure takes the pointer
+  const int64_t bytes = wire_bytes(*op, target.size());
   const Tag& tag = op->tag;
-  return issue(stream, tag, "all_gather", bytes, recorder, std::move(keep_alive),
+  return issue(stream, target, tag, "all_gather", bytes, recorder, std::move(keep_alive),
                [comm = std::move(comm), op = std::move(op)] { comm->all_gather(*op); });
 }
 
 std::shared_ptr<Event> issue_reduce_scatter(Stream& stream, std::shared_ptr<Communicator> comm,
                                             std::shared_ptr<ReduceOp> op,
                                             std::shared_ptr<void> keep_alive, Recorder* recorder) {
-  const int64_t bytes = wire_bytes(*op, comm->size());
+  Communicator& target = *comm;  // before the closure takes the pointer
+  const int64_t bytes = wire_bytes(*op, target.size());
   const Tag& tag = op->tag;
-  return issue(stream, tag, "reduce_scatter", bytes, recorder, std::move(keep_alive),
+  return issue(stream, target, tag, "reduce_scatter", bytes, recorder, std::move(keep_alive),
                [comm = std::move(comm), op = std::move(op)] { comm->reduce_scatter(*op); });
 }
 
@@ -57,13 +62,20 @@ std::shared_ptr<Event> issue_all_reduce(Stream& stream, std::shared_ptr<Communic
                                         AllReduceOp op, std::shared_ptr<void> keep_alive,
                                         Recorder* recorder) {
   // Each rank sends all other pieces for the sum, then its own piece of the sum to everyone.
-  const int num_ranks = comm->size();
+  Communicator& target = *comm;
+  const int num_ranks = target.size();
   const int64_t bytes = 2 * (op.numel * itemsize(op.dtype)) * (num_ranks - 1) / num_ranks;
   const Tag tag = op.tag;
-  return issue(stream, tag, "all_reduce", bytes, recorder, std::move(keep_alive),
+  return issue(stream, target, tag, "all_reduce", bytes, recorder, std::move(keep_alive),
                [comm = std::move(comm), op = std::move(op)] {
                  comm->all_reduce(op.tag, op.data, op.dtype, op.numel, op.scale);
                });
+}
+
+int64_t allocate_in_order(Communicator& comm, int64_t nbytes) {
+  if (const auto event = comm.last_issued())
+    event->ended_within(std::numeric_limits<double>::infinity());
+  return comm.allocate(nbytes);
 }
 
 }  // namespace fsdpx

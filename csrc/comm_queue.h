@@ -37,4 +37,7 @@ std::shared_ptr<Event> issue_all_reduce(Stream& stream, std::shared_ptr<Communic
                                         AllReduceOp op, std::shared_ptr<void> keep_alive,
                                         Recorder* recorder);
 
+// Allocates once all collectives issued so far have ended: allocating is a collective too, and must have its place in the order.
+int64_t allocate_in_order(Communicator& comm, int64_t nbytes);
+
 }  // namespace fsdpx

@@ -5,7 +5,9 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "dtype.h"
@@ -65,6 +67,8 @@ struct ReduceOp {
       used;  // in: 1 where this rank has a gradient for parameter i; out: where any rank has
 };
 
+class Event;
+
 class Communicator {
  public:
   virtual ~Communicator() = default;
@@ -89,6 +93,20 @@ class Communicator {
   // Tells peers that this rank leaves (their waits fail at once and say so) and releases
   // everything. Never waits.
   virtual void close() = 0;
+
+  // The event of the latest collective issued on a stream, kept by comm_queue.h; null before the first.
+  std::shared_ptr<Event> last_issued() {
+    std::lock_guard lock(issue_mutex_);
+    return last_issued_;
+  }
+  void note_issued(std::shared_ptr<Event> event) {
+    std::lock_guard lock(issue_mutex_);
+    last_issued_ = std::move(event);
+  }
+
+ private:
+  std::mutex issue_mutex_;
+  std::shared_ptr<Event> last_issued_;
 };
 
 }  // namespace fsdpx

@@ -20,7 +20,9 @@ namespace {
 // fetching each line before it is overwritten costs more than a reader's later miss. Below, readers
 // find it in the cache.
 constexpr int64_t kStreamBytes = int64_t{32} << 20;
-constexpr int64_t kSumBlock = 1024;              // elements of a partial sum: first-level cache
+// Elements of a partial sum: short, so that the hardware prefetches all sources at once.
+constexpr int64_t kSumBlock = 256;
+constexpr uintptr_t kLineBytes = 64;             // a cache line
 constexpr int64_t kMaxNumel = int64_t{1} << 58;  // sizes in bytes stay within 64 bits
 
 // Subnormals are kept and rounding is to nearest even whatever the calling thread has set.
@@ -87,15 +89,15 @@ class Conversion {
     return !accumulate_ && numel >= kStreamBytes / itemsize(to_);
   }
 
-  // `stream`: write past the caches.
+  // `stream`: write past the caches, and call finish() in the end.
   void run(const void* src, void* dst, int64_t numel, bool stream) const {
     if (numel == 0) return;
     if (copies()) {
-      const size_t nbytes = static_cast<size_t>(numel * itemsize(to_));
+      const int64_t nbytes = numel * itemsize(to_);
       if (stream) {
         table_->stream_copy(src, dst, nbytes);
       } else {
-        std::memcpy(dst, src, nbytes);
+        std::memcpy(dst, src, static_cast<size_t>(nbytes));
       }
       return;
     }
@@ -104,21 +106,27 @@ class Conversion {
   }
 
   // The sum of several sources, block by block.
-  void run_sum(std::span<const void* const> srcs, void* dst, int64_t numel) const {
+  void run_sum(std::span<const void* const> srcs, void* dst, int64_t numel, bool stream) const {
     const bool wide = from_ == DType::kFloat64 || to_ == DType::kFloat64;
     const int sum_code = static_cast<int>(wide ? DType::kFloat64 : DType::kFloat32);
-    const int from = static_cast<int>(from_);
-    const int to = static_cast<int>(to_);
-    const Pass last = (accumulate_ ? table_->add : table_->set)[sum_code][to];
-    alignas(64) double sum[kSumBlock];
-    for (int64_t i = 0; i < numel; i += kSumBlock) {
-      const int64_t count = std::min(kSumBlock, numel - i);
-      table_->set[from][sum_code](at(srcs[0], i, from_), sum, count, 1.0);
-      for (size_t k = 1; k < srcs.size(); ++k) {
-        table_->add[from][sum_code](at(srcs[k], i, from_), sum, count, 1.0);
-      }
+    const Pass first = table_->set[static_cast<int>(from_)][sum_code];
+    const Pass next = table_->add[static_cast<int>(from_)][sum_code];
+    const auto& passes = accumulate_ ? table_->add : stream ? table_->stream : table_->set;
+    const Pass last = passes[sum_code][static_cast<int>(to_)];
+    alignas(kLineBytes) double sum[kSumBlock];
+    // Blocks begin where lines of the destination do, as far as whole elements allow.
+    const uintptr_t past = reinterpret_cast<uintptr_t>(dst) % kLineBytes;
+    int64_t count = past == 0 ? kSumBlock : static_cast<int64_t>(kLineBytes - past) / itemsize(to_);
+    for (int64_t i = 0; i < numel; i += count, count = kSumBlock) {
+      count = std::min(count, numel - i);
+      first(at(srcs[0], i, from_), sum, count, 1.0);
+      for (const void* src : srcs.subspan(1)) next(at(src, i, from_), sum, count, 1.0);
       last(sum, static_cast<char*>(dst) + i * itemsize(to_), count, scale_);
     }
+  }
+
+  void finish(bool stream) const {
+    if (stream) table_->finish_streaming();
   }
 
   // Conversions work on whole elements; copies move bytes and take any address.
@@ -188,7 +196,9 @@ void cast(const void* src, DType from, void* dst, DType to, int64_t numel, doubl
   conversion.check_destination("destination", 0, dst);
   conversion.check_apart("source", 0, src, numel, dst, numel);
   const FloatEnvironment environment;
-  conversion.run(src, dst, numel, conversion.streams(numel));
+  const bool stream = conversion.streams(numel);
+  conversion.run(src, dst, numel, stream);
+  conversion.finish(stream);
 }
 
 void pack(std::span<const ConstSpan> srcs, DType from, void* flat, DType to, int64_t flat_numel,
@@ -224,6 +234,7 @@ void pack(std::span<const ConstSpan> srcs, DType from, void* flat, DType to, int
     written = src.offset + src.numel;
   }
   clear(written, flat_numel);
+  conversion.finish(stream);
 }
 
 void unpack(const void* flat, DType from, std::span<const Span> dsts, DType to, double scale,
@@ -246,6 +257,7 @@ void unpack(const void* flat, DType from, std::span<const Span> dsts, DType to, 
   for (const Span& dst : dsts) {
     conversion.run(Conversion::at(flat, dst.offset, from), dst.data, dst.numel, stream);
   }
+  conversion.finish(stream);
 }
 
 void reduce(std::span<const void* const> srcs, DType from, void* dst, DType to, int64_t numel,
@@ -262,11 +274,13 @@ void reduce(std::span<const void* const> srcs, DType from, void* dst, DType to, 
     conversion.check_apart("source", k, srcs[k], numel, dst, numel);
   }
   const FloatEnvironment environment;
+  const bool stream = conversion.streams(numel);
   if (srcs.size() == 1) {
-    conversion.run(srcs[0], dst, numel, conversion.streams(numel));
+    conversion.run(srcs[0], dst, numel, stream);
   } else {
-    conversion.run_sum(srcs, dst, numel);
+    conversion.run_sum(srcs, dst, numel, stream);
   }
+  conversion.finish(stream);
 }
 
 const char* isa() { return chosen_table().load(std::memory_order_relaxed)->isa; }

@@ -18,8 +18,25 @@
 namespace fsdpx {
 namespace {
 
-constexpr int64_t kBlock = 1024;       // elements of an intermediate block: first-level cache
-constexpr uintptr_t kStoreBytes = 64;  // a cache line
+constexpr uintptr_t kLineBytes = 64;  // a cache line
+constexpr int64_t kChunk = 128;       // elements that are worked on at once
+constexpr int64_t kLane = 1024;       // elements between lanes: about a page
+constexpr int64_t kNumLanes = 4;
+
+// Calls body(begin, count) for chunks that cover [0, numel), in turn from several lanes. The
+// hardware prefetches within a page only; reading several pages at a time is up to 1.6 times as
+// fast from memory, and no slower from the caches.
+template <int64_t kCount, int64_t kDistance, typename Body>
+void for_each_chunk(int64_t numel, const Body& body) {
+  int64_t begin = 0;
+  for (; begin + kNumLanes * kDistance <= numel; begin += kNumLanes * kDistance) {
+    for (int64_t i = 0; i < kDistance; i += kCount) {
+      for (int64_t lane = 0; lane < kNumLanes; ++lane) body(begin + lane * kDistance + i, kCount);
+    }
+  }
+  for (; begin + kCount <= numel; begin += kCount) body(begin, kCount);
+  if (begin < numel) body(begin, numel - begin);
+}
 
 #if defined(__F16C__)
 constexpr int64_t kHalfLanes = 8;
@@ -64,17 +81,17 @@ void convert(const From* __restrict src, To* __restrict dst, int64_t numel, doub
   }
 }
 
-// At most kBlock elements. Half precision goes through a block of floats, where a whole loop of
-// hardware conversions is.
+// At most kChunk elements. Half precision goes through floats in between, where a loop of hardware
+// conversions is quicker than what the vectoriser makes.
 template <typename From, typename To, bool kAdd>
-void convert_block(const From* src, To* dst, int64_t numel, double scale) {
+void convert_chunk(const From* src, To* dst, int64_t numel, double scale) {
   constexpr bool kInFloat = std::is_same_v<Accumulator<From, To>, float>;
   if constexpr (kInFloat && std::is_same_v<From, Float16>) {
-    alignas(kStoreBytes) float wide[kBlock];
+    alignas(kLineBytes) float wide[kChunk];
     widen_half(src, wide, numel);
-    convert_block<float, To, kAdd>(wide, dst, numel, scale);
+    convert_chunk<float, To, kAdd>(wide, dst, numel, scale);
   } else if constexpr (kInFloat && std::is_same_v<To, Float16>) {
-    alignas(kStoreBytes) float sum[kBlock];
+    alignas(kLineBytes) float sum[kChunk];
     if constexpr (kAdd) widen_half(dst, sum, numel);
     convert<From, float, kAdd>(src, sum, numel, scale);
     narrow_half(sum, dst, numel);
@@ -87,40 +104,29 @@ template <typename From, typename To, bool kAdd>
 void pass(const void* src, void* dst, int64_t numel, double scale) {
   const From* from = static_cast<const From*>(src);
   To* to = static_cast<To*>(dst);
-  if constexpr (!std::is_same_v<From, Float16> && !std::is_same_v<To, Float16>) {
-    convert<From, To, kAdd>(from, to, numel, scale);
-  } else {
-    for (int64_t i = 0; i < numel; i += kBlock) {
-      const int64_t left = numel - i;
-      convert_block<From, To, kAdd>(from + i, to + i, left < kBlock ? left : kBlock, scale);
-    }
-  }
+  for_each_chunk<kChunk, kLane>(numel, [&](int64_t begin, int64_t count) {
+    convert_chunk<From, To, kAdd>(from + begin, to + begin, count, scale);
+  });
 }
 
-// Copies whole cache lines past the caches. `src` and `dst` begin at a line.
+// Copies whole cache lines past the caches; `dst` begins at one.
 void stream_lines(const void* src, void* dst, size_t nbytes) {
 #if defined(__SSE2__)
   const __m128i* from = static_cast<const __m128i*>(src);
   __m128i* to = static_cast<__m128i*>(dst);
-  for (size_t i = 0; i < nbytes / 16; i += 4) {
-    for (size_t j = i; j < i + 4; ++j) _mm_stream_si128(to + j, _mm_load_si128(from + j));
+  for (size_t i = 0; i < nbytes / sizeof(__m128i); ++i) {
+    _mm_stream_si128(to + i, _mm_loadu_si128(from + i));
   }
 #else
   std::memcpy(dst, src, nbytes);
 #endif
 }
 
-void finish_streaming() {
-#if defined(__SSE2__)
-  _mm_sfence();  // such stores are ordered with later ones only by a fence
-#endif
-}
-
 // Elements before the first cache line of `dst`.
 template <typename To>
 int64_t head_of(const To* dst, int64_t numel) {
-  const uintptr_t past = reinterpret_cast<uintptr_t>(dst) % kStoreBytes;
-  const int64_t head = static_cast<int64_t>((past == 0 ? 0 : kStoreBytes - past) / sizeof(To));
+  const uintptr_t past = reinterpret_cast<uintptr_t>(dst) % kLineBytes;
+  const int64_t head = static_cast<int64_t>((past == 0 ? 0 : kLineBytes - past) / sizeof(To));
   return head < numel ? head : numel;
 }
 
@@ -128,29 +134,41 @@ template <typename From, typename To>
 void stream_pass(const void* src, void* dst, int64_t numel, double scale) {
   const From* from = static_cast<const From*>(src);
   To* to = static_cast<To*>(dst);
-  alignas(kStoreBytes) To block[kBlock];
-  int64_t i = head_of(to, numel);
-  pass<From, To, false>(from, to, i, scale);
-  for (; i + kBlock <= numel; i += kBlock) {
-    convert_block<From, To, false>(from + i, block, kBlock, scale);
-    stream_lines(block, to + i, sizeof(block));
-  }
-  pass<From, To, false>(from + i, to + i, numel - i, scale);
-  finish_streaming();
+  const int64_t head = head_of(to, numel);
+  if (head > 0) convert_chunk<From, To, false>(from, to, head, scale);
+  alignas(kLineBytes) To block[kChunk];
+  for_each_chunk<kChunk, kLane>(numel - head, [&](int64_t begin, int64_t count) {
+    begin += head;
+    if (count == kChunk) {
+      convert_chunk<From, To, false>(from + begin, block, kChunk, scale);
+      stream_lines(block, to + begin, sizeof(block));
+    } else {
+      convert_chunk<From, To, false>(from + begin, to + begin, count, scale);
+    }
+  });
 }
 
-void stream_copy(const void* src, void* dst, size_t nbytes) {
+void stream_copy(const void* src, void* dst, int64_t nbytes) {
+  constexpr int64_t kCopyChunk = 512;
+  constexpr int64_t kCopyLane = 4096;
   const char* from = static_cast<const char*>(src);
   char* to = static_cast<char*>(dst);
-  alignas(kStoreBytes) char block[4 * kBlock];
-  size_t i = static_cast<size_t>(head_of(to, static_cast<int64_t>(nbytes)));
-  std::memcpy(to, from, i);
-  for (; i + sizeof(block) <= nbytes; i += sizeof(block)) {
-    std::memcpy(block, from + i, sizeof(block));
-    stream_lines(block, to + i, sizeof(block));
-  }
-  std::memcpy(to + i, from + i, nbytes - i);
-  finish_streaming();
+  const int64_t head = head_of(to, nbytes);
+  std::memcpy(to, from, static_cast<size_t>(head));
+  for_each_chunk<kCopyChunk, kCopyLane>(nbytes - head, [&](int64_t begin, int64_t count) {
+    begin += head;
+    if (count == kCopyChunk) {
+      stream_lines(from + begin, to + begin, kCopyChunk);
+    } else {
+      std::memcpy(to + begin, from + begin, static_cast<size_t>(count));
+    }
+  });
+}
+
+void finish_streaming() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
 }
 
 template <typename From>
@@ -178,6 +196,7 @@ constexpr PassTable make_table(const char* isa) {
   fill_row<Float16>(table, 2);
   fill_row<BFloat16>(table, 3);
   table.stream_copy = stream_copy;
+  table.finish_streaming = finish_streaming;
   return table;
 }
 

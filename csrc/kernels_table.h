@@ -3,7 +3,6 @@
 // allowed.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 namespace fsdpx {
@@ -17,8 +16,11 @@ struct PassTable {
   const char* isa;
   Pass set[kNumFloating][kNumFloating];  // [from][to]
   Pass add[kNumFloating][kNumFloating];
-  Pass stream[kNumFloating][kNumFloating];  // `set` with stores that bypass the caches
-  void (*stream_copy)(const void* src, void* dst, size_t nbytes);
+  // `set` and a copy of bytes with stores past the caches. Other threads may read after
+  // finish_streaming(): such stores are ordered with later ones only by a fence.
+  Pass stream[kNumFloating][kNumFloating];
+  void (*stream_copy)(const void* src, void* dst, int64_t nbytes);
+  void (*finish_streaming)();
 };
 
 extern const PassTable kPortablePasses;

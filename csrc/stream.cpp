@@ -22,16 +22,27 @@ Clock::time_point deadline_after(double seconds) {
   return Clock::now() + std::chrono::nanoseconds(static_cast<int64_t>(std::max(seconds, 0.0) * 1e9));
 }
 
-}  // namespace
-
-bool Event::query() const {
-  std::lock_guard lock(mutex_);
-  return done_;
+// Putting a thread to sleep and waking it costs more than the collective of a small unit takes. So
+// who waits looks a few times before it sleeps, giving way to other threads in between.
+template <typename Ready>
+bool becomes_true_soon(const Ready& ready) {
+  constexpr auto kLookingTime = std::chrono::microseconds(20);
+  const auto end = Clock::now() + kLookingTime;
+  do {
+    if (ready()) return true;
+    std::this_thread::yield();
+  } while (Clock::now() < end);
+  return false;
 }
 
+}  // namespace
+
+bool Event::query() const { return done_.load(std::memory_order_acquire); }
+
 bool Event::ended_within(double seconds) {
+  if (becomes_true_soon([this] { return query(); })) return true;
   std::unique_lock lock(mutex_);
-  return ended_.wait_until(lock, deadline_after(seconds), [this] { return done_; });
+  return ended_.wait_until(lock, deadline_after(seconds), [this] { return query(); });
 }
 
 void Event::wait(double seconds) {
@@ -44,7 +55,7 @@ void Event::finish(std::exception_ptr error) {
   {
     std::lock_guard lock(mutex_);
     error_ = std::move(error);
-    done_ = true;
+    done_.store(true, std::memory_order_release);
   }
   ended_.notify_all();
 }
@@ -60,6 +71,7 @@ struct Stream::State {
   std::mutex mutex;
   std::condition_variable changed;
   std::deque<Item> items;
+  std::atomic<int64_t> num_issued = 0;  // tasks so far
   bool closed = false;   // takes no more tasks
   bool dropping = false;  // the worker runs no more tasks
   bool ended = true;     // no worker runs
@@ -90,11 +102,18 @@ void Stream::State::start(const std::shared_ptr<State>& self) {
 
 void Stream::State::run() {
   std::unique_lock lock(mutex);
+  int64_t num_run = 0;
   while (true) {
+    if (items.empty() && !closed) {
+      lock.unlock();
+      becomes_true_soon([&] { return num_issued.load(std::memory_order_relaxed) > num_run; });
+      lock.lock();
+    }
     changed.wait(lock, [this] { return !items.empty() || closed || dropping; });
     if (dropping || items.empty()) break;
     Item item = std::move(items.front());
     items.pop_front();
+    ++num_run;
     lock.unlock();
     std::exception_ptr error;
     try {
@@ -156,6 +175,7 @@ std::shared_ptr<Event> Stream::enqueue(std::function<void()> task) {
                               "' is closed");
     if (state_->worker == nullptr) state_->start(state_);
     state_->items.push_back({std::move(task), event});
+    state_->num_issued.fetch_add(1, std::memory_order_relaxed);
   }
   state_->changed.notify_all();
   return event;

@@ -2,6 +2,7 @@
 // and events to wait for them.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -26,7 +27,7 @@ class Event {
   void finish(std::exception_ptr error);
   mutable std::mutex mutex_;
   std::condition_variable ended_;
-  bool done_ = false;
+  std::atomic<bool> done_ = false;
   std::exception_ptr error_;
 };
 

@@ -23,7 +23,7 @@ def storage_use_count(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
 
 
-def leave_to_eager(*what: ModuleType | FunctionType) -> None:
+def leave_to_eager(*what: Any) -> None:
     """Keeps torch.compile out of the engine: these functions are neither traced nor inlined.
 
     What they call (the user's forwards) is compiled as usual. The decorator `torch.compiler.disable`
@@ -38,7 +38,7 @@ def leave_to_eager(*what: ModuleType | FunctionType) -> None:
         marked._torchdynamo_disable_msg = "fsdpx gathers and frees parameters here"
 
 
-def _functions(what: tuple[ModuleType | FunctionType, ...]) -> list[FunctionType]:
+def _functions(what: tuple[Any, ...]) -> list[FunctionType]:
     found = [each for each in what if isinstance(each, FunctionType)]
     for module in what:
         for member in vars(module).values() if isinstance(module, ModuleType) else ():

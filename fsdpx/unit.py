@@ -39,7 +39,8 @@ class Phase(enum.Enum):
     BACKWARD = enum.auto()  # backward reads it; its gradients are not complete
 
 
-_LEGAL_MOVES = {
+# A tuple: comparing members is faster than hashing them.
+_LEGAL_MOVES = (
     (Storage.SHARDED, Storage.GATHERING),
     (Storage.GATHERING, Storage.GATHERED),
     (Storage.GATHERING, Storage.SHARDED),
@@ -50,7 +51,7 @@ _LEGAL_MOVES = {
     (Phase.FORWARD, Phase.BACKWARD),
     (Phase.BACKWARD, Phase.FORWARD),
     (Phase.BACKWARD, Phase.IDLE),
-}
+)
 
 
 @dataclass(frozen=True)

@@ -242,10 +242,12 @@ def test_unpack_undoes_pack(numels: list[int], dtype: torch.dtype) -> None:
 def test_large_results_bypass_the_caches_alike(dtype: torch.dtype) -> None:
     """Destinations of 32 MiB and more take another path: its head, blocks and tail."""
     numel = (32 << 20) // dtype.itemsize + 1234
-    src = torch.linspace(-3, 3, numel).to(torch.bfloat16)
+    src = torch.linspace(-3, 5, numel).to(torch.bfloat16)
     out = misaligned(torch.empty(numel, dtype=dtype), 1)
     ops.cast(src, out, scale=0.3)
     assert_bitwise(out, reference.cast(src, out.clone(), scale=0.3))
+    ops.reduce([src, src.flip(0)], out, scale=0.3)
+    assert_bitwise(out, reference.reduce([src, src.flip(0)], out.clone(), scale=0.3))
     copy = misaligned(torch.empty(numel, dtype=dtype), 3)
     ops.cast(out, copy)
     assert torch.equal(bits_of(out), bits_of(copy))

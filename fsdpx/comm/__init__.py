@@ -1,0 +1,119 @@
+"""Communicators: collectives of one group of ranks, fused with the casts around them.
+
+    comm = fsdpx.comm.create()                        # collective over the default group
+    full = comm.allocate(comm.size * shard.numel(), torch.bfloat16)
+    comm.all_gather(shard, full).wait()               # float32 shards arrive as bfloat16
+    comm.reduce_scatter(grads, shard_grad, scale=1 / comm.size).wait()
+
+Importing starts no thread. The worker thread of a communicator starts with its first collective;
+at exit it gets a short time to finish what is queued.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+
+import torch.distributed as dist
+
+from . import c10d, shm
+from .choose import Kind, choose
+from .communicator import Communicator, InFlight, Work
+
+__all__ = ["Communicator", "InFlight", "Work", "create"]
+
+KINDS = ("auto", "shm", "c10d")
+EXIT_SECONDS = 2.0  # for what is queued when the interpreter exits
+
+# By identity of the process group, which the entry keeps alive. Ranks may be threads of one process,
+# each with a group object of its own, so nothing here is "the" rank of the process.
+_registry: dict[tuple[int, str], tuple[dist.ProcessGroup, Communicator]] = {}
+_lock = threading.Lock()  # guards the dict only: creating is collective and must not be serialised
+
+
+def create(
+    group: dist.ProcessGroup | None = None,
+    *,
+    kind: str = "auto",
+    timeout: float | None = None,
+    max_bytes: int | None = None,
+) -> Communicator:
+    """The communicator of a process group; made at the first call, collectively.
+
+    Args:
+        group: The ranks that take part; the default group if None.
+        kind: "shm" (ranks of one host, through shared memory), "c10d" (any process group) or
+            "auto": shm if every rank can, else c10d; `Communicator.reason` says why.
+        timeout: Limit of each wait for other ranks, in seconds; the group's own if None. Ignored if
+            the communicator exists already.
+        max_bytes: Size of each of the two hidden send buffers, the same on all ranks; they grow as
+            needed if None. Ignored if the communicator exists already.
+
+    Returns:
+        A communicator. The same one for the same group and kind, until it is closed.
+
+    Raises:
+        ValueError: `kind` is unknown, or some rank of the group cannot use it (on every rank).
+    """
+    if kind not in KINDS:
+        raise ValueError(f"fsdpx: comm kind '{kind}' is unknown; use one of {', '.join(KINDS)}")
+    if not dist.is_initialized() and group is None:
+        raise ValueError("fsdpx: no process group: call torch.distributed.init_process_group first")
+    resolved = dist.group.WORLD if group is None else group
+    assert resolved is not None
+    with _lock:
+        entry = _registry.get((id(resolved), kind))
+        if entry is not None and not entry[1].closed:
+            return entry[1]
+    made = _make(resolved, kind, timeout, max_bytes)
+    with _lock:
+        for name in {kind, made.kind}:
+            _registry.setdefault((id(resolved), name), (resolved, made))
+            if _registry[id(resolved), name][1].closed:
+                _registry[id(resolved), name] = (resolved, made)
+    return made
+
+
+def _make(
+    group: dist.ProcessGroup, kind: str, timeout: float | None, max_bytes: int | None
+) -> Communicator:
+    limit = _timeout_of(group) if timeout is None else timeout
+    chosen: Kind = choose(group, kind)
+    if chosen.name == "shm":
+        try:
+            native = shm.connect(group, chosen, timeout=limit, max_bytes=max_bytes)
+            return Communicator(native, chosen.reason, limit)
+        except shm.Unavailable as error:  # on every rank
+            if kind == "shm":
+                raise ValueError(f"fsdpx: comm kind 'shm' is impossible: {error}") from None
+            chosen = Kind("c10d", str(error))
+    return Communicator(c10d.connect(group, timeout=limit), chosen.reason, limit)
+
+
+def _timeout_of(group: dist.ProcessGroup) -> float:
+    """The group's own time limit in seconds; torch's default where a backend does not tell."""
+    import torch
+
+    try:
+        options = group._get_backend(torch.device("cpu")).options
+        return float(options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):
+        return float(dist.distributed_c10d.default_pg_timeout.total_seconds())
+
+
+def _forget(communicator: Communicator) -> None:
+    with _lock:
+        for key in [k for k, entry in _registry.items() if entry[1] is communicator]:
+            del _registry[key]
+
+
+def _close_all() -> None:
+    """Ends the worker threads before torch goes."""
+    with _lock:
+        open_ones = {id(entry[1]): entry[1] for entry in _registry.values()}
+        _registry.clear()
+    for communicator in open_ones.values():
+        communicator.close(seconds=EXIT_SECONDS)
+
+
+atexit.register(_close_all)

@@ -1,0 +1,91 @@
+"""Which kind of communicator a group gets, decided alike on all ranks."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Host:
+    """What decides whether two ranks can share memory."""
+
+    boot: str  # one per start of a kernel
+    uid: int
+    network: str  # namespace of Unix sockets
+    memory: str  # the file system behind /dev/shm
+    pid: int
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A decision: the kind, why, and how shared memory travels ("sockets", "names", "private")."""
+
+    name: str
+    reason: str
+    way: str = ""
+
+
+def this_host() -> Host:
+    """The facts about this process."""
+    return Host(
+        boot=_read("/proc/sys/kernel/random/boot_id"),
+        uid=os.geteuid(),
+        network=_inode("/proc/self/ns/net"),
+        memory=_inode("/dev/shm"),
+        pid=os.getpid(),
+    )
+
+
+def choose(group: dist.ProcessGroup, kind: str) -> Kind:
+    """The kind for this group; the same on every rank.
+
+    Raises:
+        ValueError: `kind` is "shm" and some rank cannot (on every rank).
+    """
+    if kind == "c10d":
+        return Kind("c10d", "asked for")
+    if group.size() == 1:
+        return Kind("shm", "one rank", "private")
+    hosts: list[Host | None] = [None] * group.size()
+    dist.all_gather_object(hosts, this_host(), group=group)
+    decision = decide([host for host in hosts if host is not None])
+    if kind == "shm" and decision.name != "shm":
+        raise ValueError(f"fsdpx: comm kind 'shm' is impossible: {decision.reason}")
+    return decision
+
+
+def decide(hosts: list[Host]) -> Kind:
+    """The kind for ranks on these hosts."""
+    first = hosts[0]
+    for rank, host in enumerate(hosts):
+        if not host.boot:
+            return Kind("c10d", f"rank {rank} can't tell which host it is on")
+        if host.boot != first.boot:
+            return Kind("c10d", f"rank {rank} is on another host than rank 0")
+        if host.uid != first.uid:
+            return Kind("c10d", f"rank {rank} runs as user {host.uid}, rank 0 as {first.uid}")
+    if all(host.network and host.network == first.network for host in hosts):
+        return Kind("shm", "all ranks are on one host", "sockets")
+    if all(host.memory and host.memory == first.memory for host in hosts):
+        return Kind("shm", "all ranks are on one host", "names")
+    apart = next(r for r, h in enumerate(hosts) if h.network != first.network or not h.network)
+    return Kind("c10d", f"rank {apart} shares neither sockets nor /dev/shm with rank 0")
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _inode(path: str) -> str:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return ""
+    return f"{status.st_dev}:{status.st_ino}"

@@ -1,0 +1,303 @@
+"""A communicator and its worker: what `fsdpx.comm.create` returns."""
+
+from __future__ import annotations
+
+import bisect
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .. import _C
+from ..dtypes import dtype_code, has_arithmetic
+
+CLOSE_SECONDS = 10.0
+
+
+class Work:
+    """A collective that was issued."""
+
+    def __init__(self, event: _C.Event, limit: float) -> None:
+        self._event = event
+        self._limit = limit
+
+    def query(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._event.query()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Blocks until it has ended, without the GIL, and raises what went wrong.
+
+        Args:
+            timeout: In seconds. By default only the limits of the collective itself apply.
+
+        Raises:
+            DesyncError: Ranks did different things.
+            CommTimeout: Other ranks did not come in time, or `timeout` has passed.
+        """
+        self._event.wait(self._limit if timeout is None else timeout)
+
+
+class InFlight:
+    """Keeps what running collectives use: their tensors, and actions for when all have ended."""
+
+    def __init__(self) -> None:
+        self._running: deque[tuple[_C.Event, Any]] = deque()
+        self._later: list[Callable[[], None]] = []
+
+    def add(self, event: _C.Event, used: Any) -> None:
+        """Keeps `used` alive until `event`, the latest one of its stream, has ended."""
+        self._prune()
+        self._running.append((event, used))
+
+    def when_idle(self, action: Callable[[], None]) -> None:
+        """Runs `action` when nothing that runs now can still use what it destroys."""
+        self._later.append(action)
+        self._prune()
+
+    def _prune(self) -> None:
+        while self._running and self._running[0][0].query():
+            self._running.popleft()
+        if not self._running and self._later:
+            actions, self._later = self._later, []
+            for action in actions:
+                action()
+
+
+class Communicator:
+    """Collectives of one group of ranks, run by one worker thread in the order of their issue.
+
+    Attributes:
+        kind: "shm" or "c10d".
+        reason: Why it is of this kind, in words.
+        rank: This rank's number in the group.
+        size: Number of ranks.
+        native: The native communicator.
+        stream: The native stream that runs the collectives.
+        recorder: The native trace recorder; off until `recorder.enable(True)`.
+        in_flight: Keeps what running collectives use.
+    """
+
+    def __init__(self, native: _C.Communicator, reason: str, timeout: float) -> None:
+        self.native = native
+        self.kind: str = native.kind
+        self.reason = reason
+        self.rank: int = native.rank
+        self.size: int = native.size
+        self.timeout = timeout
+        self.stream = _C.Stream("fsdpx-comm")
+        self.recorder = _C.Recorder()
+        self.in_flight = InFlight()
+        self.closed = False
+        self._regions: list[tuple[int, int, int]] = []  # (address, bytes, number), ascending
+        self._empty: int | None = None  # the region of tensors without elements
+
+    def __repr__(self) -> str:
+        return f"Communicator(kind={self.kind!r}, rank={self.rank}, size={self.size})"
+
+    def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Memory that peers can write: what `all_gather` wants as `out`.
+
+        Collective: all ranks allocate the same, in the same order. Waits for what was issued before.
+
+        Args:
+            numel: Number of elements.
+            dtype: Their type.
+
+        Returns:
+            A zeroed CPU tensor of shape (numel,). The memory goes with its last view.
+        """
+        if numel < 0:
+            raise ValueError(f"fsdpx: numel is {numel}; it must not be negative")
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        nbytes = numel * dtype.itemsize
+        number = self.native.allocate(nbytes)
+        view = self.native.region_view(number, nbytes)
+        region = (self.native.region_data(number), nbytes, number)
+        bisect.insort(self._regions, region)
+        weakref.finalize(view, self._release, region).atexit = False
+        return torch.frombuffer(view, dtype=dtype)
+
+    def _release(self, region: tuple[int, int, int]) -> None:
+        self._regions.remove(region)
+        self.native.release(region[2])
+
+    def all_gather(self, shard: torch.Tensor, out: torch.Tensor) -> Work:
+        """Every rank's shard, end to end in rank order, in every rank's `out`.
+
+        Args:
+            shard: This rank's part, contiguous on CPU, shape (n,) or any of n elements.
+            out: size * n elements in memory from `allocate`, at the same place on all ranks. Its
+                dtype may differ from the shard's: the values are cast on the way.
+
+        Returns:
+            The issued work. `out` may be read after `wait()`; neither tensor may be written before.
+        """
+        _check_flat("shard", shard)
+        _check_flat("out", out)
+        if out.numel() != self.size * shard.numel():
+            raise ValueError(
+                f"fsdpx: out has {out.numel()} elements; {self.size} ranks with shards of "
+                f"{shard.numel()} need {self.size * shard.numel()}"
+            )
+        _check_cast("shard", shard.dtype, "out", out.dtype)
+        region, offset = self._place_of(out)
+        row = (
+            shard.data_ptr(),
+            dtype_code(shard.dtype),
+            shard.numel(),
+            0,
+            dtype_code(out.dtype),
+        )
+        event = self.native.all_gather(
+            self.stream,
+            _C.GatherPlan("all_gather", [row]),
+            region,
+            offset,
+            0,
+            recorder=self.recorder,
+            keep_alive=(shard, out),
+        )
+        return Work(event, self._patience)
+
+    def _place_of(self, out: torch.Tensor) -> tuple[int, int]:
+        if out.numel() == 0:
+            return self._empty_region(), 0
+        address = out.data_ptr()
+        index = bisect.bisect_right(self._regions, address, key=lambda r: r[0]) - 1
+        if index >= 0:
+            base, nbytes, number = self._regions[index]
+            if address + out.nbytes <= base + nbytes:
+                return number, address - base
+        raise ValueError("fsdpx: out is not in memory that peers can write: make it with allocate()")
+
+    def _empty_region(self) -> int:
+        if self._empty is None:
+            self._empty = self.native.allocate(0)
+        return self._empty
+
+    def reduce_scatter(
+        self,
+        tensors: Sequence[torch.Tensor],
+        shard: torch.Tensor,
+        *,
+        scale: float = 1.0,
+        accumulate: bool = False,
+        wire_dtype: torch.dtype | None = None,
+    ) -> Work:
+        """This rank's part of the sum over ranks of `tensors`, laid end to end.
+
+        Sums are taken in rank order, in float32 (float64 if a float64 takes part), so all runs and
+        all kinds of communicator give the same bits.
+
+        Args:
+            tensors: Contiguous CPU tensors of one dtype with at most size * n elements in all; what
+                is missing counts as zeros.
+            shard: Receives elements [rank * n, (rank + 1) * n) of the sum; shape (n,) or any of n
+                elements, contiguous. Its dtype may differ.
+            scale: Factor of the sum.
+            accumulate: Add to what is in `shard` instead of replacing it.
+            wire_dtype: In which the values travel; by default the tensors' own.
+
+        Returns:
+            The issued work. No tensor may be touched before its `wait()`.
+        """
+        _check_flat("shard", shard)
+        dtype = tensors[0].dtype if tensors else shard.dtype
+        spans, offset = [], 0
+        for number, tensor in enumerate(tensors):
+            _check_flat(f"tensors[{number}]", tensor)
+            if tensor.dtype != dtype:
+                raise ValueError(f"fsdpx: tensors[{number}] is {tensor.dtype}, the first {dtype}")
+            spans.append((tensor.data_ptr(), tensor.numel(), offset))
+            offset += tensor.numel()
+        if offset > self.size * shard.numel():
+            raise ValueError(
+                f"fsdpx: the tensors have {offset} elements; {self.size} shards of "
+                f"{shard.numel()} hold only {self.size * shard.numel()}"
+            )
+        wire = dtype if wire_dtype is None else wire_dtype
+        _check_cast("the tensors", dtype, "wire_dtype", wire)
+        _check_cast("wire_dtype", wire, "shard", shard.dtype)
+        segment = _C.ReduceSegment(
+            spans,
+            dtype_code(dtype),
+            dtype_code(wire),
+            shard.numel(),
+            shard.data_ptr(),
+            dtype_code(shard.dtype),
+            scale,
+            accumulate,
+        )
+        op = _C.ReduceOp("reduce_scatter", 0, [segment])
+        event = self.native.reduce_scatter(
+            self.stream, op, recorder=self.recorder, keep_alive=(list(tensors), shard)
+        )
+        return Work(event, self._patience)
+
+    def all_reduce(self, tensor: torch.Tensor, *, scale: float = 1.0) -> Work:
+        """The sum over ranks, in rank order, times `scale`, in place on every rank.
+
+        Args:
+            tensor: A contiguous floating-point CPU tensor, alike on all ranks.
+            scale: Factor of the sum.
+
+        Returns:
+            The issued work.
+        """
+        _check_flat("tensor", tensor)
+        if not has_arithmetic(tensor.dtype):
+            raise ValueError(f"fsdpx: {tensor.dtype} can't be added; only floating types can")
+        event = self.native.all_reduce(
+            self.stream,
+            "all_reduce",
+            0,
+            tensor.data_ptr(),
+            dtype_code(tensor.dtype),
+            tensor.numel(),
+            scale,
+            recorder=self.recorder,
+            keep_alive=tensor,
+        )
+        return Work(event, self._patience)
+
+    def barrier(self) -> Work:
+        """Ends when every rank has issued it."""
+        return Work(self.native.barrier(self.stream, "barrier"), self._patience)
+
+    def close(self, *, seconds: float = CLOSE_SECONDS) -> None:
+        """Finishes what was issued, for at most `seconds`, and leaves the group.
+
+        Peers that still wait for this rank get an error that says so. Idempotent. Memory from
+        `allocate` stays valid on this rank as long as it is used.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        self.stream.close(seconds)
+        self.native.close()  # a collective that still waits for others ends with an error now
+        self.stream.close(1.0)
+        from . import _forget
+
+        _forget(self)
+
+    @property
+    def _patience(self) -> float:
+        # The native waits have limits; several may follow each other, in several collectives.
+        return float("inf")
+
+
+def _check_flat(name: str, tensor: torch.Tensor) -> None:
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(
+            f"fsdpx: {name} must be a contiguous CPU tensor, got {tensor.device.type} with "
+            f"strides {tensor.stride()}"
+        )
+
+
+def _check_cast(what: str, dtype: torch.dtype, target: str, to: torch.dtype) -> None:
+    if dtype != to and not (has_arithmetic(dtype) and has_arithmetic(to)):
+        raise ValueError(f"fsdpx: {what} of {dtype} can't be cast to {target} of {to}")
