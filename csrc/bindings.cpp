@@ -10,13 +10,7 @@ void bind_torch(pybind11::module_& m);
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Native core of fsdpx.";
   m.attr("torch_version") = FSDPX_TORCH_VERSION;
-#ifdef FSDPX_HAS_BIND_KERNELS
   fsdpx::bind_kernels(m);
-#endif
-#ifdef FSDPX_HAS_BIND_COMM
   fsdpx::bind_comm(m);
-#endif
-#ifdef FSDPX_HAS_BIND_TORCH
   fsdpx::bind_torch(m);
-#endif
 }

@@ -161,6 +161,28 @@ class Communicator:
     def barrier(self, stream: Stream, name: str) -> Event: ...
     def close(self) -> None: ...
 
+@final
+class ShmBootstrap:
+    def __init__(self, way: str) -> None: ...
+    @property
+    def address(self) -> str: ...
+    def connect(
+        self,
+        rank: int,
+        addresses: Sequence[str],
+        timeout: float,
+        max_send_bytes: int = -1,
+        connect_timeout: float = 60.0,
+    ) -> Communicator: ...
+
+def exchange_communicator(
+    kind: str,
+    rank: int,
+    size: int,
+    all_gather: Callable[[int, int, int], object],
+    all_to_all: Callable[[int, int, int], object],
+) -> Communicator: ...
+
 # ---- Facing torch
 
 # Gradient, wire, accumulator and shard dtype, numel of a shard, (leaf, offset, numel) of each entry

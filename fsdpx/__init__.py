@@ -21,6 +21,7 @@ from .timeline import record_timeline
 from .torch_private import leave_to_eager
 
 leave_to_eager(gradients, hooks, memory, module, schedule, unit)
+leave_to_eager(comm, comm.c10d, comm.choose, comm.communicator, comm.shm)
 
 __all__ = [
     "CPUOffloadPolicy",

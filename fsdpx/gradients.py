@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,8 +44,7 @@ class Buffer:
         return storage_use_count(self.flat) <= 1 + len(self.gradients)  # itself and the views
 
 
-@dataclass(frozen=True)
-class _InFlight:
+class _InFlight(NamedTuple):
     """A reduction together with what is to be done when it has ended."""
 
     reduction: _C.Reduction

@@ -9,56 +9,19 @@ carries its place in its check word, so a rank that differs is an error before d
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-from . import _C
-
-if TYPE_CHECKING:
-    from .comm import Communicator
+from .comm import Communicator
 
 
-@dataclass(frozen=True)
-class Place:
-    """Bytes ``[offset, offset + num_bytes)`` of a region; `pointer` is where they are on this
-    rank.
-    """
+class Place(NamedTuple):
+    """Bytes ``[offset, offset + num_bytes)`` of a region; on this rank they are at `pointer`."""
 
     region: int
     offset: int
     num_bytes: int
     pointer: int
-
-
-class InFlight:
-    """Keeps what running collectives use: their tensors, and regions to release when all have
-    ended.
-    """
-
-    def __init__(self) -> None:
-        self._running: deque[tuple[_C.Event, Any]] = deque()
-        self._later: list[Callable[[], None]] = []
-
-    def add(self, event: _C.Event, used: Any) -> None:
-        """Keeps `used` alive until `event` has ended. Events end in the order in which they are
-        added.
-        """
-        self._prune()
-        self._running.append((event, used))
-
-    def when_idle(self, action: Callable[[], None]) -> None:
-        """Runs `action` when nothing that is running now can still use what it destroys."""
-        self._later.append(action)
-        self._prune()
-
-    def _prune(self) -> None:
-        while self._running and self._running[0][0].query():
-            self._running.popleft()
-        if not self._running and self._later:
-            actions, self._later = self._later, []
-            for action in actions:
-                action()
 
 
 class Region:

@@ -26,8 +26,8 @@ def storage_use_count(tensor: torch.Tensor) -> int:
 def leave_to_eager(*what: Any) -> None:
     """Keeps torch.compile out of the engine: these functions are neither traced nor inlined.
 
-    What they call (the user's forwards) is compiled as usual. The decorator `torch.compiler.disable`
-    would import the compiler and cost a microsecond per call.
+    What they call (the user's forwards) is compiled as usual. `torch.compiler.disable` would import
+    the compiler and cost a microsecond per call.
     """
     frames: Any = torch._C._dynamo.eval_frame
     skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)

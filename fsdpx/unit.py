@@ -6,7 +6,7 @@ import enum
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,6 +30,8 @@ class Storage(enum.Enum):
     GATHERING = enum.auto()  # their all-gather has been issued
     GATHERED = enum.auto()  # attached: views of them can be read
 
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash runs in Python
+
 
 class Phase(enum.Enum):
     """What the training step does with a unit."""
@@ -38,9 +40,10 @@ class Phase(enum.Enum):
     FORWARD = enum.auto()  # its forward runs (also when recomputed in backward)
     BACKWARD = enum.auto()  # backward reads it; its gradients are not complete
 
+    __hash__ = object.__hash__
 
-# A tuple: comparing members is faster than hashing them.
-_LEGAL_MOVES = (
+
+_LEGAL_MOVES = {
     (Storage.SHARDED, Storage.GATHERING),
     (Storage.GATHERING, Storage.GATHERED),
     (Storage.GATHERING, Storage.SHARDED),
@@ -51,7 +54,7 @@ _LEGAL_MOVES = (
     (Phase.FORWARD, Phase.BACKWARD),
     (Phase.BACKWARD, Phase.FORWARD),
     (Phase.BACKWARD, Phase.IDLE),
-)
+}
 
 
 @dataclass(frozen=True)
@@ -85,8 +88,7 @@ class Managed:
     watched: bool = False
 
 
-@dataclass(frozen=True)
-class Pending:
+class Pending(NamedTuple):
     """A gather, in flight or attached: its place and the end of its collective together."""
 
     event: _C.Event
@@ -122,6 +124,7 @@ class Unit:
         self.kept_by_user = False  # unshard() without reshard()
         self.trainable: list[bool] = [bool(_original(m).requires_grad) for m in parameters]
         self.layout = self._plan(self.trainable)
+        self.gathered_bytes = self.layout.gathered_bytes
         self.shards = self._shard_originals()
         self.native = self._make_native()
         self._make_leaves()
@@ -242,10 +245,6 @@ class Unit:
 
             self._replicate_comm = comm.create(self.group.replicate_group, kind=self.group.kind)
         return self._replicate_comm
-
-    @property
-    def gathered_bytes(self) -> int:
-        return self.layout.gathered_bytes
 
     @property
     def wire_bytes(self) -> int:

@@ -368,4 +368,9 @@ def test_label_names_drop_the_shared_prefix() -> None:
         "": ("root",),
     }
     assert label_names(["m.blocks.0", "m.head"])["m.blocks.0"] == ("blocks.0", "0")
-    assert label_names(["head"])["head"] == ("head",)
+    assert label_names(["blocks.0", "blocks.1", "GPT"]) == {
+        "blocks.0": ("0",),
+        "blocks.1": ("1",),
+        "GPT": ("GPT",),
+        "": ("root",),
+    }

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+from typing import Any
 
 import torch.distributed as dist
 
@@ -41,7 +42,8 @@ def create(
     """The communicator of a process group; made at the first call, collectively.
 
     Args:
-        group: The ranks that take part; the default group if None.
+        group: The ranks that take part. None: the default group, or only this process where
+            torch.distributed is not initialised.
         kind: "shm" (ranks of one host, through shared memory), "c10d" (any process group) or
             "auto": shm if every rank can, else c10d; `Communicator.reason` says why.
         timeout: Limit of each wait for other ranks, in seconds; the group's own if None. Ignored if
@@ -57,10 +59,12 @@ def create(
     """
     if kind not in KINDS:
         raise ValueError(f"fsdpx: comm kind '{kind}' is unknown; use one of {', '.join(KINDS)}")
-    if not dist.is_initialized() and group is None:
-        raise ValueError("fsdpx: no process group: call torch.distributed.init_process_group first")
-    resolved = dist.group.WORLD if group is None else group
-    assert resolved is not None
+    resolved = _resolve(group)
+    if resolved is _ALONE and kind == "c10d":
+        raise ValueError(
+            "fsdpx: comm kind 'c10d' needs a process group: call "
+            "torch.distributed.init_process_group first"
+        )
     with _lock:
         entry = _registry.get((id(resolved), kind))
         if entry is not None and not entry[1].closed:
@@ -72,6 +76,27 @@ def create(
             if _registry[id(resolved), name][1].closed:
                 _registry[id(resolved), name] = (resolved, made)
     return made
+
+
+class _Alone:
+    """Stands for the process group of a process without torch.distributed."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+_ALONE: Any = _Alone()
+
+
+def _resolve(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if group is not None:
+        return group
+    world = dist.group.WORLD if dist.is_initialized() else _ALONE
+    assert world is not None
+    return world  # type: ignore[no-any-return]
 
 
 def _make(

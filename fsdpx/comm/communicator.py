@@ -172,7 +172,9 @@ class Communicator:
             base, nbytes, number = self._regions[index]
             if address + out.nbytes <= base + nbytes:
                 return number, address - base
-        raise ValueError("fsdpx: out is not in memory that peers can write: make it with allocate()")
+        raise ValueError(
+            "fsdpx: out is not in memory that peers can write: make it with allocate()"
+        )
 
     def _empty_region(self) -> int:
         if self._empty is None:

@@ -6,23 +6,30 @@ makes torch's optimizers and gradient clipping treat `ShardedTensor` as an ordin
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 # These three fill the operator table.
-from fsdpx.parameter import elementwise, foreach, reductions
+from fsdpx.parameter import elementwise, foreach, reductions, state_dicts
 from fsdpx.parameter.spec import Spec, boxes, rebuild_spec
 from fsdpx.parameter.tensor import ShardedTensor, rebuild_tensor
 
 __all__ = ["ShardedTensor", "Spec", "boxes", "register"]
 
 _FILL_THE_TABLE = (elementwise, foreach, reductions)
+_hooks: list[RemovableHandle] = []
 
 
 def register() -> None:
     """Makes torch accept `ShardedTensor`; done at import, and harmless when repeated.
 
-    Without it optimizers and `clip_grad_norm_` go tensor by tensor (one collective for each), and
-    `torch.load` with ``weights_only=True`` refuses saved parameters.
+    Otherwise optimizers and `clip_grad_norm_` would go tensor by tensor (a collective for each),
+    `torch.load` with ``weights_only=True`` would refuse saved parameters, distributed checkpoints
+    would take pieces for whole values, and a compiled optimizer step would not count as a write.
     """
     # `torch.optim.optimizer` is deleted as an attribute, so the lists are imported by name.
     from torch.optim.optimizer import _foreach_supported_types as optimizer_types
@@ -32,6 +39,21 @@ def register() -> None:
         if ShardedTensor not in types:
             types.append(ShardedTensor)  # type: ignore[arg-type]
     torch.serialization.add_safe_globals([rebuild_tensor, rebuild_spec])
+    state_dicts.install()
+    if not _hooks:
+        _hooks.append(register_optimizer_step_post_hook(_after_step))
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    # Compiled kernels write to pieces behind the back of everything that counts writes.
+    if torch.compiler.is_compiling():
+        _count_writes(optimizer)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _count_writes(optimizer: torch.optim.Optimizer) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    increment_version([p._local for p in parameters if isinstance(p, ShardedTensor)])
 
 
 register()

@@ -75,10 +75,13 @@ def gather_whole(local: torch.Tensor, spec: Spec) -> torch.Tensor:
         spec: Of the parameter.
 
     Returns:
-        A new contiguous tensor of the global shape (with one rank: a view of the piece).
+        A new contiguous tensor of the global shape.
     """
-    if group_of(spec) is None or local.is_meta:
-        return (local if not local.is_meta else local.new_empty(spec.numel)).view(spec.shape)
+    if group_of(spec) is None and not local.is_meta:
+        # A copy here too: what the caller gets must not depend on the number of ranks.
+        return local.clone().view(spec.shape)
+    if local.is_meta:
+        return local.new_empty(spec.shape)
     whole = local.new_empty(spec.numel)
     owners = [rank for rank in _owners(spec) if spec.ranges[rank][1] > spec.ranges[rank][0]]
     if 2 * len(owners) >= len(spec.ranges):
@@ -120,3 +123,16 @@ def _broadcast(local: torch.Tensor, whole: torch.Tensor, spec: Spec, owners: lis
     for work in works:
         if work is not None:
             work.wait()
+
+
+def broadcast_object(value: Any, group: Group) -> Any:
+    """What the first process of all passed, on every rank of `group` (the default one if None)."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0, group=group)
+    return box[0]
+
+
+def broadcast_whole(value: torch.Tensor, group: Group) -> None:
+    """Overwrites `value` by what the first process of all has."""
+    if value.numel():
+        dist.broadcast(value.view(-1).view(torch.uint8), src=0, group=group)

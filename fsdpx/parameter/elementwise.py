@@ -50,7 +50,8 @@ _FORMAT = "memory_format"
 @family
 def _elementwise(func: OpOverload) -> Handler | None:
     name = func._schema.name.removeprefix("aten::")
-    if name in UNTAGGED:
+    # torch.compile makes this of addcmul and addcdiv.
+    if name in UNTAGGED or name == "prims::fma":
         return pointwise
     tagged = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
     known = name in POINTWISE or (name.endswith("_") and name[:-1] in POINTWISE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -108,6 +109,13 @@ class ShardedTensor(torch.Tensor):
         with torch.no_grad():
             self.copy_(value)
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if isinstance(key, torch.Tensor) and key.dtype == torch.bool and not key.dim() + self.dim():
+            # torch would ask for the mask's value, which this rank may not hold.
+            self.masked_fill_(key, value)
+        else:
+            super().__setitem__(key, value)
+
     # ---- what can't work ----
 
     def share_memory_(self) -> NoReturn:
@@ -179,6 +187,12 @@ class ShardedTensor(torch.Tensor):
         inner: dict[str, torch.Tensor], context: Any, size: object, stride: object
     ) -> ShardedTensor:
         return ShardedTensor(inner["_local"], *context)
+
+    def _stable_hash_for_caching(self) -> str:
+        spec, local = self._spec, self._local
+        group = spec.group.group_name if spec.group is not None else None
+        facts = (*spec.state(), group, local.shape, local.dtype, local.device, self.requires_grad)
+        return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
     # ---- torch.distributed.checkpoint finds these three by name ----
 

@@ -316,18 +316,18 @@ def text_width(text: str, size: float) -> float:
 def label_names(units: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """What each unit may be called in a label, longest first.
 
-    Names lose the dotted prefix that all of them share (``"model.layers.3"`` is ``"3"`` among
+    Names lose the dotted prefix that all dotted ones share (``"model.layers.3"`` is ``"3"`` among
     layers), and may lose everything but their last part where that is still too long.
     """
     paths = [unit.split(".") for unit in set(units) if unit]
     num_shared = 0
-    for parts in zip(*(path[:-1] for path in paths), strict=False):
+    for parts in zip(*(path[:-1] for path in paths if len(path) > 1), strict=False):
         if len(set(parts)) > 1:
             break
         num_shared += 1
     names: dict[str, tuple[str, ...]] = {"": ("root",)}
     for path in paths:
-        long, short = ".".join(path[num_shared:]), path[-1]
+        long, short = ".".join(path[num_shared:]) or path[-1], path[-1]
         names[".".join(path)] = (long, short) if long != short else (short,)
     return names
 
@@ -356,10 +356,10 @@ def _label(
 def _exposed_marks(records: Sequence[Record], scale: Scale, y: float) -> Iterator[Shape]:
     """An orange bar above the comm lane wherever communication was exposed."""
     for begin, end in exposed_spans(records):
-        left, right = scale.x(begin), scale.x(end)
+        left, width = scale.x(begin), scale.x(end) - scale.x(begin)
         hover = f"exposed communication\ntook {duration_text(end - begin)}"
-        width = max(right - left, 0.5)
-        yield Box(left, y, width, 4, EXPOSED, EXPOSED, hover=hover, radius=0, kind="exposed")
+        if width >= 1:
+            yield Box(left, y, width, 4, EXPOSED, EXPOSED, hover=hover, radius=0, kind="exposed")
 
 
 def _queue_marks(comm: Sequence[Record], scale: Scale, bottom: float) -> Iterator[Shape]:
