@@ -128,7 +128,7 @@ def make_schedule(root: nn.Module) -> Schedule:
             )
         old.close()
     for unit, name in names.items():
-        unit.rename(name or type(root).__name__)
+        unit.rename(name or unit.class_name)
     return Schedule(list(names), levels)
 
 

@@ -8,6 +8,7 @@ carries its place in its check word, so a rank that differs is an error before d
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -25,21 +26,26 @@ class Place(NamedTuple):
 
 
 class Region:
-    """Memory of a communicator that peers may write."""
+    """Memory of a communicator that peers may write; given back when released or forgotten."""
 
     def __init__(self, comm: Communicator, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self._comm = comm
         self._number = comm.native.allocate(num_bytes)
         self._data = comm.native.region_data(self._number)
+        self._finalizer = weakref.finalize(self, _release, comm, self._number)
+        self._finalizer.atexit = False  # the communicator closes itself
 
     def place(self, offset: int, num_bytes: int) -> Place:
         return Place(self._number, offset, num_bytes, self._data + offset)
 
     def release(self) -> None:
         """Gives the memory back once no collective can still write it."""
-        native, number = self._comm.native, self._number
-        self._comm.in_flight.when_idle(lambda: native.release(number))
+        self._finalizer()
+
+
+def _release(comm: Communicator, number: int) -> None:
+    if not comm.closed:
+        comm.in_flight.when_idle(lambda: comm.native.release(number))
 
 
 class Ledger:

@@ -13,6 +13,7 @@ gather, never a number.
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Iterable, Sequence
 
@@ -80,6 +81,7 @@ class Schedule:
         self._own: dict[Unit, Place] = {}  # memory of units that stay gathered
         self._resident: dict[Unit, None] = {}  # least recently used first
         self._forward, self._backward = Order(), Order()
+        self._thread = 0  # that runs the outermost forward
         self._depth = 0  # nested forwards that are running
         self._tasks: set[int] = set()  # backwards that are running: nested ones have their own
         # Gathered with gradients enabled since the last backward, in order of (latest) forwards.
@@ -179,14 +181,18 @@ class Schedule:
     # ---- Forward
 
     def begin_forward(self, unit: Unit) -> None:
-        """Before a unit's forward: its parameters are full when this returns, the next gathers
-        run.
-        """
+        """Before a unit's forward: gathers it, and starts the gathers of the next ones."""
         recompute = current_backward() != NO_BACKWARD
         if recompute:
             self._begin_backward()
         elif self._depth == 0:
             self._forward.begin()
+            self._thread = threading.get_ident()
+        elif threading.get_ident() != self._thread:
+            raise RuntimeError(
+                f"fsdpx: unit '{unit.name}' is called while another thread runs the model's "
+                "forward: one model is trained by one thread at a time"
+            )
         unit.refresh()
         self.gather(unit)
         if recompute:
@@ -197,6 +203,7 @@ class Schedule:
         unit.finish_gather()
         self._depth += 1
         unit.pins += 1
+        unit.num_calls += 1
         if unit.pins == 1:
             unit.to_phase(Phase.FORWARD)
             unit.native.swap_in()
@@ -221,8 +228,8 @@ class Schedule:
         self._depth -= 1
         unit.pins -= 1
         if unit.pins == 0:
-            if not unit.kept_by_user:
-                unit.native.swap_out()
+            unit.kept_by_user = False  # unshard() lasts to the end of the next forward
+            unit.native.swap_out()
             unit.to_phase(Phase.IDLE)
         self._record_forward(unit)
         recompute = current_backward() != NO_BACKWARD
@@ -236,7 +243,9 @@ class Schedule:
                 self._end_forwards(ok)
 
     def _after_forward(self, unit: Unit) -> None:
-        if not unit.kept_by_user and not self.is_kept(unit):
+        if unit.num_calls % len(unit.modules):
+            return  # one of several modules: the others need the unit too
+        if not self.is_kept(unit):
             self.free(unit)
         elif torch.is_grad_enabled():
             unit.native.set_notify(True)  # its first read in backward starts the next gathers
@@ -244,6 +253,8 @@ class Schedule:
     def _end_forwards(self, ok: bool) -> None:
         """The outermost forward has ended: units gathered on a wrong guess are freed."""
         self._free_unpinned(keep=[unit for unit in self._resident if self.is_kept(unit)])
+        for unit in self.units:
+            unit.num_calls = 0
         if ok:
             first = not self._forward._known
             self._forward.end()
@@ -388,6 +399,7 @@ class Schedule:
         """Forgets a step that was left in the middle; gradients in flight are dropped."""
         self._depth = 0
         self._tasks.clear()
+        self._began.clear()
         self._participants.clear()
         for unit in self.units:
             unit.pins = 0

@@ -112,7 +112,7 @@ class Unit:
         device: torch.device,
     ) -> None:
         self.modules = tuple(modules)
-        self.name = type(modules[0]).__name__
+        self.name = self.class_name = type(modules[0]).__name__
         self.group = group
         self.options = options
         self.device = device
@@ -120,6 +120,7 @@ class Unit:
         self.storage = Storage.SHARDED
         self.phase = Phase.IDLE
         self.pins = 0  # forwards of the unit that are running
+        self.num_calls = 0  # forwards of its modules in this pass
         self.gathered: Pending | None = None
         self.kept_by_user = False  # unshard() without reshard()
         self.trainable: list[bool] = [bool(_original(m).requires_grad) for m in parameters]
@@ -128,6 +129,9 @@ class Unit:
         self.shards = self._shard_originals()
         self.native = self._make_native()
         self._make_leaves()
+        self._nothing = torch.empty(1)  # what a unit without elements is attached to, for good
+        if not self.gathered_bytes:
+            self.native.attach(self._nothing.data_ptr())
         self._version = self.native.version()
         self._plan_gather: _C.GatherPlan | None = None
         self._comm: Communicator | None = None
