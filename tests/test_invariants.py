@@ -87,32 +87,32 @@ def test_bytes_on_the_wire(
 
 
 # What backward does with a unit's weights decides how often they are gathered: (all-gathers,
-# reduce-scatters) of the first two layers and of all others.
+# reduce-scatters) of the four layers.
 EXCEPTIONS = {
     # Backward never reads an embedding's weight.
-    "embedding": (Setup(make=with_embedding, widths=EQUAL), (1, 1), (2, 1), (2, 1)),
+    "embedding": (Setup(make=with_embedding, widths=EQUAL), [(1, 1), (2, 1), (2, 1), (2, 1)]),
     # Backward ends before it comes to the first layer.
-    "first_frozen": (Setup(make=first_frozen), (1, 0), (2, 1), (2, 1)),
-    "second_frozen": (Setup(make=second_frozen), (2, 1), (2, 0), (2, 1)),
-    "half_frozen": (Setup(make=half_frozen), (2, 1), (2, 1), (2, 1)),
+    "first_frozen": (Setup(make=first_frozen), [(1, 0), (2, 1), (2, 1), (2, 1)]),
+    "second_frozen": (Setup(make=second_frozen), [(2, 1), (2, 0), (2, 1), (2, 1)]),
+    "half_frozen": (Setup(make=half_frozen), [(2, 1)] * 4),
     # The recomputation and the backward that follows it share one gather.
-    "checkpointed": (Setup(make=checkpointed), (2, 1), (2, 1), (2, 1)),
-    # Forward, the inner backward, and the outer backward; the reduction comes with the last.
-    "double_backward": (Setup(twice=True), (3, 1), (3, 1), (3, 1)),
+    "checkpointed": (Setup(make=checkpointed), [(2, 1)] * 4),
+    # Forward, the inner backward, and the outer one, which goes back through the inner one, first
+    # layer first, and then through forward: the last layers are still there when it turns.
+    "double_backward": (Setup(twice=True), [(4, 1), (4, 1), (3, 1), (3, 1)]),
 }
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("name", EXCEPTIONS)
 def test_exceptions_have_their_own_counts(name: str, world_size: int) -> None:
-    setup, *expected = EXCEPTIONS[name]
+    setup, expected = EXCEPTIONS[name]
     for run in recorded(world_size, setup):
         counts = [
             (len(run.of(unit, "all_gather")), len(run.of(unit, "reduce_scatter")))
             for unit in run.layers
         ]
-        first, second, others = expected
-        assert counts == [first, second] + [others] * (len(counts) - 2)
+        assert counts == expected
         assert run.still_gathered == []
 
 
@@ -245,9 +245,10 @@ def test_arena_of_uneven_units_holds_the_largest_window(prefetch: int, dtype: st
     for run in recorded(2, setup_of(prefetch, UNEVEN, dtype)):
         sizes = [run.gathered_bytes[unit] for unit in run.layers]
         windows = [sum(sizes[i : i + prefetch + 1]) for i in range(len(sizes))]
-        # Places of a window need not fit without gaps, but no gap is larger than a unit.
-        assert max(windows) <= run.arena_bytes <= max(windows) + min(sizes)
-        assert prefetch == 0 or run.arena_bytes < (prefetch + 1) * max(sizes)
+        # One or two units always fit; places for a window of three may need gaps between them.
+        gaps = 0.2 if prefetch == 2 else 0.0
+        assert max(windows) <= run.arena_bytes <= (1 + gaps) * max(windows)
+        assert prefetch == 0 or run.arena_bytes < 0.9 * (prefetch + 1) * max(sizes)
 
 
 # ---- 5. Exposed communication
