@@ -11,8 +11,9 @@ import torch
 from torch._ops import OpOverload
 
 from fsdpx.parameter import ShardedTensor, Spec, table
-from fsdpx.parameter.elementwise import POINTWISE, pointwise
-from fsdpx.parameter.foreach import FOREACH, FUSED, foreach, fused
+from fsdpx.parameter.elementwise import ELEMENTWISE as HANDLERS
+from fsdpx.parameter.elementwise import POINTWISE
+from fsdpx.parameter.foreach import FOREACH, FUSED, foreach, foreach_, fused
 
 SHAPE = (3, 5)
 RANGES = [(0, 4), (4, 4), (4, 15)]
@@ -30,7 +31,7 @@ def all_operators() -> Iterator[OpOverload]:
 
 
 OPERATORS = sorted(set(all_operators()), key=str)
-ELEMENTWISE = [op for op in OPERATORS if table.find(op) is pointwise]
+ELEMENTWISE = [op for op in OPERATORS if table.find(op) in HANDLERS]
 
 # Handled one by one; tests elsewhere run each of them.
 _NAMED = """
@@ -90,7 +91,7 @@ def test_reductions_among_lists_are_not_taken_for_elementwise() -> None:
     for name in ("_foreach_mm", "_foreach_max"):
         for overload in getattr(aten, name).overloads():
             assert table.find(getattr(getattr(aten, name), overload)) is None
-    assert table.find(aten._foreach_norm.Scalar) not in (foreach, fused)
+    assert table.find(aten._foreach_norm.Scalar) not in (foreach, foreach_, fused)
     assert table.find(aten._fused_rms_norm.default) is None
     assert table.find(aten._fused_dropout.default) is None
 
@@ -253,7 +254,7 @@ def list_arguments(op: OpOverload) -> list[Any]:
     return args
 
 
-LISTS = [op for op in OPERATORS if table.find(op) is foreach]
+LISTS = [op for op in OPERATORS if table.find(op) in (foreach, foreach_)]
 
 
 @pytest.mark.parametrize("op", LISTS, ids=str)

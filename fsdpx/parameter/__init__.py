@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from fsdpx.parameter import elementwise, foreach, reductions, state_dicts
 from fsdpx.parameter.spec import Spec, boxes, rebuild_spec
 from fsdpx.parameter.tensor import ShardedTensor, rebuild_tensor
+from fsdpx.torch_private import leave_to_eager
 
 __all__ = ["ShardedTensor", "Spec", "boxes", "register"]
 
@@ -50,10 +51,12 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         _count_writes(optimizer)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _count_writes(optimizer: torch.optim.Optimizer) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     increment_version([p._local for p in parameters if isinstance(p, ShardedTensor)])
+
+
+leave_to_eager(_count_writes)
 
 
 register()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from fsdpx.parameter.operands import local_operand
+from fsdpx.parameter.operands import UNSHARDED_TARGET, local_operand
 from fsdpx.parameter.spec import Spec
 from fsdpx.parameter.table import Handler, family, handles
 from fsdpx.parameter.tensor import ShardedTensor, first_spec, refuse, refuse_for
@@ -50,36 +50,60 @@ _FORMAT = "memory_format"
 @family
 def _elementwise(func: OpOverload) -> Handler | None:
     name = func._schema.name.removeprefix("aten::")
-    # torch.compile makes this of addcmul and addcdiv.
-    if name in UNTAGGED or name == "prims::fma":
-        return pointwise
     tagged = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
     known = name in POINTWISE or (name.endswith("_") and name[:-1] in POINTWISE)
-    return pointwise if tagged and known else None
+    # torch.compile makes fma of addcmul and addcdiv.
+    if not (tagged and known) and name not in UNTAGGED and name != "prims::fma":
+        return None
+    if not func._schema.is_mutable:
+        return functional
+    return in_place if func._schema.arguments[0].alias_info else into
 
 
-def pointwise(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs the operator on the pieces of its operands."""
+def functional(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an operator that makes a new value on the pieces of its operands."""
     spec = first_spec(args, kwargs)
     if _FORMAT in kwargs:
         kwargs = {key: value for key, value in kwargs.items() if key != _FORMAT}
-    target = kwargs.get("out", args[0]) if func._schema.is_mutable else None
-    if target is not None and not isinstance(target, ShardedTensor):
-        refuse_for(spec, func, "would write a sharded value into an unsharded tensor")
-    run = _zero_dim if not spec.shape else _run
-    result = run(func, spec, args, kwargs)
-    if target is not None:
-        return target
+    result = _run(func, spec, args, kwargs)
     if isinstance(result, torch.Tensor):
         return ShardedTensor(result, spec)
     return tuple(ShardedTensor(part, spec) for part in result)
 
 
+def in_place(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an operator that changes its first operand."""
+    target = args[0]
+    if not isinstance(target, ShardedTensor):
+        refuse_for(first_spec(args, kwargs), func, UNSHARDED_TARGET)
+    _run(func, target._spec, args, kwargs)
+    return target
+
+
+def into(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an operator that writes to its `out` arguments, which have any names."""
+    targets = [kwargs[argument.name] for argument in func._schema.arguments if argument.is_out]
+    if not all(isinstance(target, ShardedTensor) for target in targets):
+        refuse_for(first_spec(args, kwargs), func, UNSHARDED_TARGET)
+    _run(func, targets[0]._spec, args, kwargs)
+    return targets[0] if len(targets) == 1 else tuple(targets)
+
+
+ELEMENTWISE = (functional, in_place, into)
+
+
 def _run(func: OpOverload, spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return func(
-        *[local_operand(value, spec, func) for value in args],
-        **{key: local_operand(value, spec, func) for key, value in kwargs.items()},
-    )
+    if not spec.shape:
+        return _zero_dim(func, spec, args, kwargs)
+    local = [
+        value._local
+        if type(value) is ShardedTensor and value._spec is spec  # the usual case, at once
+        else local_operand(value, spec, func)
+        for value in args
+    ]
+    if not kwargs:
+        return func(*local)
+    return func(*local, **{key: local_operand(value, spec, func) for key, value in kwargs.items()})
 
 
 def _zero_dim(func: OpOverload, spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -141,7 +165,7 @@ def copy_(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     """Copies a whole (or broadcastable) or equally sharded value into the piece."""
     target, source, *rest = args
     if not isinstance(target, ShardedTensor):
-        refuse_for(source._spec, func, "would write a sharded value into an unsharded tensor")
+        refuse_for(source._spec, func, UNSHARDED_TARGET)
     target._local.copy_(local_operand(source, target._spec, func), *rest, **kwargs)
     return target
 

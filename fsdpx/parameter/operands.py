@@ -10,6 +10,11 @@ from torch._ops import OpOverload
 from fsdpx.parameter.spec import Spec
 from fsdpx.parameter.tensor import ShardedTensor, refuse_for
 
+UNSHARDED_TARGET = (
+    "would write a sharded value into an unsharded tensor (optimizer state that was loaded whole? "
+    "set_optimizer_state_dict of torch.distributed.checkpoint.state_dict shards it)"
+)
+
 
 def local_operand(value: Any, spec: Spec, func: OpOverload) -> Any:
     """The local counterpart of an operand beside a tensor with `spec`.

@@ -93,8 +93,11 @@ def norms(
     for (group, _), indices in together.items():
         pieces = [tensors[i]._local for i in indices]  # type: ignore[attr-defined]
         values = _combine(_local_norms(pieces, order), order, group)
-        for index, value in zip(indices, values.unbind(), strict=True):
-            results[index] = value.to(dtype or tensors[index].dtype)
+        dtypes = [dtype or tensors[index].dtype for index in indices]
+        # One conversion for each dtype, not for each tensor.
+        columns = {wanted: values.to(wanted).unbind() for wanted in dict.fromkeys(dtypes)}
+        for place, (index, wanted) in enumerate(zip(indices, dtypes, strict=True)):
+            results[index] = columns[wanted][place]
     return [result for result in results if result is not None]
 
 
@@ -111,7 +114,9 @@ def _local_norms(pieces: list[torch.Tensor], order: float) -> torch.Tensor:
     for some, dtype in ((wide, torch.float64), (narrow, torch.float32)):
         if some:
             results += torch._foreach_norm([pieces[k] for k in some], order, dtype=dtype)
-    found = torch.stack([result.to(exact) for result in results])
+    # Accumulators of one dtype, usually: convert them together.
+    same = not (wide and narrow)
+    found = torch.stack(results if same else [result.to(exact) for result in results]).to(exact)
     places = wide + narrow
     if places == list(range(len(pieces))):
         return found

@@ -252,6 +252,8 @@ def sharded_in(values: Any) -> Iterator[ShardedTensor]:
 
 def first_spec(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Spec:
     """The spec of the first sharded tensor among the arguments."""
+    if args and type(args[0]) is ShardedTensor:
+        return args[0]._spec
     return next(sharded_in((*args, *kwargs.values())))._spec
 
 
@@ -275,7 +277,14 @@ def _bump(writes: tuple[tuple[int, str], ...], args: tuple[Any, ...], kwargs: An
 
     The flat shard's counter is how an edit is noticed, so an empty piece counts as well.
     """
-    written = [args[i] if i < len(args) else kwargs.get(name) for i, name in writes]
-    pieces = [tensor._local for tensor in sharded_in(written)]
-    # While torch.compile traces, pieces are stand-ins that have no counter.
-    increment_version([piece for piece in pieces if type(piece) is torch.Tensor])
+    for position, name in writes:
+        written = args[position] if position < len(args) else kwargs.get(name)
+        if type(written) is ShardedTensor:
+            pieces = [written._local]
+        elif isinstance(written, list | tuple):
+            pieces = [tensor._local for tensor in written if type(tensor) is ShardedTensor]
+        else:
+            continue
+        # While torch.compile traces, pieces are stand-ins that have no counter.
+        if pieces and type(pieces[0]) is torch.Tensor:
+            increment_version(pieces)
