@@ -63,11 +63,10 @@ class Measured:
 
 
 def proportional_bytes() -> int:
-    """Memory of this process; what it shares with others counts in equal parts."""
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("no Pss in smaps_rollup")
+    """Memory of this process without files; what it shares with others counts in equal parts."""
+    fields = [line.split() for line in Path("/proc/self/smaps_rollup").read_text().splitlines()]
+    sizes = {words[0]: int(words[1]) for words in fields if words[-1] == "kB"}
+    return (sizes["Pss_Anon:"] + sizes["Pss_Shmem:"]) * 1024
 
 
 def make(num_layers: int, prefetch: int, dtype: torch.dtype | None) -> Any:
