@@ -48,18 +48,23 @@ class Order:
     def visit(self, unit: Unit) -> None:
         """The pass has come to `unit`."""
         for start in (self._cursor, 0):
-            try:
-                self._cursor = self.known.index(unit, start) + 1
+            if (position := self._find(unit, start)) is not None:
+                self._cursor = position + 1
                 return
-            except ValueError:
-                continue
 
     def next(self, count: int) -> list[Unit]:
         """The `count` units expected next."""
         return self.known[self._cursor : self._cursor + count]
 
     def expects(self, unit: Unit) -> bool:
-        return unit in self.known[self._cursor :]
+        """Whether the pass has yet to come to `unit`."""
+        return self._find(unit, self._cursor) is not None
+
+    def _find(self, unit: Unit, start: int) -> int | None:
+        try:
+            return self.known.index(unit, start)
+        except ValueError:
+            return None
 
 
 class Schedule:
