@@ -30,7 +30,6 @@ from .memory import Memory, Place, arena_bytes
 from .torch_private import NO_BACKWARD, current_backward
 from .unit import Phase, Storage, Unit
 
-
 _MAX_REDUCTIONS = 2  # in flight: one that runs, and one to follow it
 
 
@@ -201,15 +200,14 @@ class Schedule:
             )
         unit.refresh()
         self.gather(unit)
-        if recompute:
-            self._prefetch(self._backward, unit.backward_prefetch, unit)
-        else:
-            self._forward.visit(unit)
-            self._forward_now.append(unit)
-            self._prefetch(self._forward, unit.forward_prefetch, unit)
-        unit.finish_gather()
+        unit.pins += 1  # now: the gathers of the next units must not take its place
+        try:
+            self._begin_pass(unit, recompute)
+            unit.finish_gather()
+        except BaseException:
+            unit.pins -= 1
+            raise
         self._depth += 1
-        unit.pins += 1
         unit.num_calls += 1
         if unit.pins == 1:
             unit.to_phase(Phase.FORWARD)
@@ -219,6 +217,14 @@ class Schedule:
             self._participants[unit] = None
         if unit.comm.recorder.enabled:
             self._began[unit] = time.monotonic_ns()
+
+    def _begin_pass(self, unit: Unit, recompute: bool) -> None:
+        if recompute:
+            self._prefetch(self._backward, unit.backward_prefetch, unit)
+        else:
+            self._forward.visit(unit)
+            self._forward_now.append(unit)
+            self._prefetch(self._forward, unit.forward_prefetch, unit)
 
     def _prefetch(self, order: Order, chosen: Sequence[Unit] | None, unit: Unit) -> None:
         """Issues the gathers of the units after `unit`: those that the user chose, else by the
