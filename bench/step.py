@@ -10,8 +10,8 @@ tensor's largest.
 - fp32, bf16: a whole step (forward, backward, SGD) of a GPT with 26 million parameters. `plain` is
   the unsharded module, which communicates nothing: what is left when everything is hidden.
 - host: what sharding adds to forward and backward of many tiny units of 12 parameters each, on
-  meshes of one rank, so that next to nothing is computed or sent; per unit and step, in processor
-  time of the training thread (which other programs do not disturb) and in real time.
+  mesh of one rank, so that next to nothing is computed or sent; per unit and step, in processor time
+  of the training thread and in real time. The other ranks wait meanwhile: it needs two processors.
 - memory: the most that a step holds, against `fsdpx.describe`'s prediction. Activations and
   optimizer state are kept next to nothing. Backward pauses after each unit, as if it had much to
   compute, so that reductions keep up with it; `in a hurry` is without: the gradients of more than
@@ -106,20 +106,26 @@ def race(
     *,
     warmup: int,
     steps: int,
+    alone: bool = False,
 ) -> None:
-    """Runs all contestants in turns; a step lasts until the slowest rank has ended it."""
+    """Runs all contestants in turns; a step lasts until the slowest rank has ended it.
+
+    With `alone` only one rank is here, and no other is waited for.
+    """
     gc.disable()  # a collection would hit one contestant's step and not the other's
     for step in range(warmup + steps):
         tokens, targets = batches(step)
         for number in range(len(contestants)):
             each = contestants[(step + number) % len(contestants)]  # nobody always goes first
-            dist.barrier()
+            if not alone:
+                dist.barrier()
             start, host_start = time.perf_counter(), time.thread_time()
             each.compute_gradients(tokens, targets)
             computed, host = time.perf_counter() - start, time.thread_time() - host_start
             each.update()
             slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            if not alone:
+                dist.all_reduce(slowest, dist.ReduceOp.MAX)
             if step >= warmup:
                 each.seconds.append(slowest.item())
                 each.host_seconds.append(host)
@@ -184,6 +190,8 @@ def bench_host(args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     model = GPT(TINY)
     names = ("fsdpx", "FSDP2", "plain")
+    if dist.get_rank() != 0:
+        return
     ours, theirs, plain = contestants = [
         contestant(name, model, torch.float32, mesh) for name in names
     ]
@@ -192,6 +200,7 @@ def bench_host(args: argparse.Namespace) -> None:
         lambda step: batch(TINY, 1, step),
         warmup=args.warmup,
         steps=5 * args.steps,
+        alone=True,
     )
     texts = []
     for each in (ours, theirs):
@@ -286,6 +295,7 @@ def main() -> None:
         bench_memory()
     if "host" in args.only:
         bench_host(args)
+        dist.barrier()
     for name in DTYPES:
         if name in args.only:
             bench_step(args, name)
