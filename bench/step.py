@@ -10,8 +10,8 @@ tensor's largest.
 - fp32, bf16: a whole step (forward, backward, SGD) of a GPT with 26 million parameters. `plain` is
   the unsharded module, which communicates nothing: what is left when everything is hidden.
 - host: what sharding adds to forward and backward of many tiny units of 12 parameters each, on
-  mesh of one rank, so that next to nothing is computed or sent; per unit and step, in processor time
-  of the training thread and in real time. The other ranks wait meanwhile: it needs two processors.
+  a mesh of one rank, so that next to nothing is computed or sent; per unit and step, in processor
+  time of the training thread and in real time. The other ranks wait: it needs two processors.
 - memory: the most that a step holds, against `fsdpx.describe`'s prediction. Activations and
   optimizer state are kept next to nothing. Backward pauses after each unit, as if it had much to
   compute, so that reductions keep up with it; `in a hurry` is without: the gradients of more than
