@@ -1,4 +1,5 @@
-// Python's view of streams, events, the recorder and communicators. Pointers and dtypes come as integers; fsdpx.comm checks them.
+// Python's view of streams, events, the recorder and communicators. Pointers and dtypes come as
+// integers; fsdpx.comm checks them.
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -27,8 +28,8 @@ bool python_is_ending() {
 #endif
 }
 
-// Holds a Python object for a task. Released on the worker thread, which takes the GIL for it; when the interpreter is ending, that
-// would hang, and the object is left alone.
+// Holds a Python object for a task. Released on the worker thread, which takes the GIL for it; when
+// the interpreter is ending, that would hang, and the object is left alone.
 shared_ptr<void> keep(py::object object) {
   if (object.is_none()) return nullptr;
   return {new py::object(std::move(object)), [](void* held) {
@@ -61,17 +62,16 @@ void translate(std::exception_ptr error) {
 // Waits in short pieces, so that Ctrl-C works.
 void wait(Event& event, double seconds) {
   constexpr double kPiece = 0.1;
-  while (true) {
+  for (double left = seconds;; left -= kPiece) {
     bool ended = false;
     {
       py::gil_scoped_release nogil;
-      ended = event.ended_within(std::min(std::max(seconds, 0.0), kPiece));
+      ended = event.ended_within(std::min(std::max(left, 0.0), kPiece));
     }
-    if (ended || seconds <= kPiece) break;
-    seconds -= kPiece;
+    if (ended) return event.wait(seconds);
+    if (left <= kPiece) Event::throw_timeout(seconds);
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
   }
-  event.wait(0);
 }
 
 struct GatherPlan {
@@ -126,8 +126,8 @@ shared_ptr<Event> reduce_scatter(shared_ptr<Communicator> comm, Stream& stream,
 shared_ptr<Event> all_reduce(shared_ptr<Communicator> comm, Stream& stream, std::string unit,
                              uint64_t generation, uintptr_t data, int dtype, int64_t numel,
                              double scale, Recorder* recorder, py::object keep_alive) {
-  AllReduceOp op{{std::move(unit), generation}, pointer<void>(data), static_cast<DType>(dtype),
-                 numel, scale};
+  AllReduceOp op{
+      {std::move(unit), generation}, pointer<void>(data), static_cast<DType>(dtype), numel, scale};
   return issue_all_reduce(stream, std::move(comm), std::move(op), keep(std::move(keep_alive)),
                           recorder);
 }
@@ -156,7 +156,8 @@ py::list take(Recorder& recorder) {
 void bind_streams(py::module_& m) {
   py::class_<Event, shared_ptr<Event>>(m, "Event")
       .def("query", &Event::query, "True when the task has ended, well or not.")
-      .def("wait", &wait, py::arg("seconds"), "Waits without the GIL; raises what the task raised.");
+      .def("wait", &wait, py::arg("seconds"),
+           "Waits without the GIL; raises what the task raised.");
   py::class_<Stream, shared_ptr<Stream>>(m, "Stream")
       .def(py::init<std::string>(), py::arg("name"))
       .def(
@@ -248,7 +249,8 @@ void bind_communicator(py::module_& m) {
       .def("close", &Communicator::close, nogil);
 }
 
-// A Python callable (send address, recv address, nbytes) as a primitive. It runs on the worker thread and takes the GIL to issue.
+// A Python callable (send address, recv address, nbytes) as a primitive. It runs on the worker
+// thread and takes the GIL to issue.
 ByteCollectives::Call byte_collective(py::function function) {
   auto held = keep(std::move(function));
   return [held](const void* send, void* recv, int64_t nbytes) {

@@ -10,8 +10,8 @@ namespace fsdpx {
 namespace {
 
 constexpr const char* kOperations[] = {
-    "nothing",        "connect",    "allocate", "allocate a send buffer", "all_gather",
-    "reduce_scatter", "all_reduce", "barrier"};
+    "nothing",    "connect",        "allocate",   "allocate a send buffer",
+    "all_gather", "reduce_scatter", "all_reduce", "barrier"};
 
 uint64_t operation_index(const char* name) {
   for (size_t i = 0; i < std::size(kOperations); ++i)
@@ -57,9 +57,12 @@ uint64_t details_of(const ReduceOp& op) {
 }
 
 AnnouncementWords encode(const Announcement& a) {
-  AnnouncementWords words = {check_word(a),           operation_index(a.operation),
-                             a.tag.generation,        uint64_t(a.place.region),
-                             uint64_t(a.place.offset), uint64_t(a.nbytes),
+  AnnouncementWords words = {check_word(a),
+                             operation_index(a.operation),
+                             a.tag.generation,
+                             uint64_t(a.place.region),
+                             uint64_t(a.place.offset),
+                             uint64_t(a.nbytes),
                              uint64_t(a.num_used)};
   char unit[kUnitWords * 8] = {};
   const size_t length = std::min(a.tag.unit.size(), sizeof(unit) - 1);

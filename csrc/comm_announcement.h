@@ -1,4 +1,5 @@
-// What a rank says that it is about to do, so that ranks that do different things find out before data moves.
+// What a rank says that it is about to do, so that ranks that do different things find out before
+// data moves.
 #pragma once
 
 #include <array>
@@ -19,7 +20,8 @@ struct Announcement {
   uint64_t details = 0;  // a hash of what else must agree: dtypes and sizes of the segments
 };
 
-// An announcement as it travels. The first word is a hash of everything, the rest is for messages. Of a long unit name the end is kept.
+// An announcement as it travels. The first word is a hash of everything, the rest is for messages.
+// Of a long unit name the end is kept.
 inline constexpr int kUnitWords = 16;
 inline constexpr int kAnnouncementWords = 7 + kUnitWords;
 using AnnouncementWords = std::array<uint64_t, kAnnouncementWords>;

@@ -6,20 +6,23 @@
 namespace fsdpx {
 namespace {
 
-// Enqueues `call`, timed for the recorder. `owned` goes when the task has ended, before its event does.
+// Enqueues `call`, timed for the recorder. `owned` goes when the task has ended, before its event
+// does.
 template <typename Call>
-std::shared_ptr<Event> issue(Stream& stream, Communicator& comm, const Tag& tag, const char* operation, int64_t bytes,
-                             Recorder* recorder, std::shared_ptr<void> owned, Call call) {
+std::shared_ptr<Event> issue(Stream& stream, Communicator& comm, const Tag& tag,
+                             const char* operation, int64_t bytes, Recorder* recorder,
+                             std::shared_ptr<void> owned, Call call) {
   const bool record = recorder != nullptr && recorder->enabled();
   const int64_t issue_ns = record ? now_ns() : 0;
   std::string unit = record ? tag.unit : std::string();
-  auto event = stream.enqueue([call = std::move(call), unit = std::move(unit), owned = std::move(owned),
-                         operation, bytes, recorder, record, issue_ns] {
-    const int64_t begin_ns = record ? now_ns() : 0;
-    call();
-    if (record)
-      recorder->record({"comm", unit, operation, issue_ns, begin_ns, now_ns(), bytes});
-  });
+  auto event =
+      stream.enqueue([call = std::move(call), unit = std::move(unit), owned = std::move(owned),
+                      operation, bytes, recorder, record, issue_ns] {
+        const int64_t begin_ns = record ? now_ns() : 0;
+        call();
+        if (record)
+          recorder->record({"comm", unit, operation, issue_ns, begin_ns, now_ns(), bytes});
+      });
   comm.note_issued(event);
   return event;
 }

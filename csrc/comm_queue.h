@@ -1,5 +1,6 @@
-// Collectives issued on a communication stream: each call returns at once with the event of its end. The recorder, where given, gets one
-// entry per collective and must outlive the stream's tasks.
+// Collectives issued on a communication stream: each call returns at once with the event of its
+// end. The recorder, where given, gets one entry per collective and must outlive the stream's
+// tasks.
 #pragma once
 
 #include <memory>
@@ -10,11 +11,13 @@
 
 namespace fsdpx {
 
-// Bytes that a rank sends in an all-gather or all-reduce, or receives in a reduce-scatter: (D - 1) / D of the unit.
+// Bytes that a rank sends in an all-gather or all-reduce, or receives in a reduce-scatter: (D - 1)
+// / D of the unit.
 int64_t wire_bytes(const GatherOp& op, int num_ranks);
 int64_t wire_bytes(const ReduceOp& op, int num_ranks);
 
-// The memory that the operation names stays valid until the event ends; `keep_alive` is released just before.
+// The memory that the operation names stays valid until the event ends; `keep_alive` is released
+// just before.
 std::shared_ptr<Event> issue_all_gather(Stream& stream, std::shared_ptr<Communicator> comm,
                                         std::shared_ptr<const GatherOp> op, Recorder* recorder,
                                         std::shared_ptr<void> keep_alive = nullptr);
@@ -37,7 +40,8 @@ std::shared_ptr<Event> issue_all_reduce(Stream& stream, std::shared_ptr<Communic
                                         AllReduceOp op, std::shared_ptr<void> keep_alive,
                                         Recorder* recorder);
 
-// Allocates once all collectives issued so far have ended: allocating is a collective too, and must have its place in the order.
+// Allocates once all collectives issued so far have ended: allocating is a collective too, and must
+// have its place in the order.
 int64_t allocate_in_order(Communicator& comm, int64_t nbytes);
 
 }  // namespace fsdpx

@@ -94,7 +94,8 @@ class Communicator {
   // everything. Never waits.
   virtual void close() = 0;
 
-  // The event of the latest collective issued on a stream, kept by comm_queue.h; null before the first.
+  // The event of the latest collective issued on a stream, kept by comm_queue.h; null before the
+  // first.
   std::shared_ptr<Event> last_issued() {
     std::lock_guard lock(issue_mutex_);
     return last_issued_;

@@ -61,10 +61,10 @@ void ExchangeCommunicator::agree(const Announcement& announcement) {
   std::vector<AnnouncementWords> all(size_);
   calls_.all_gather(mine.data(), all.data(), sizeof(mine));
   for (int peer = 0; peer < size_; ++peer)
-    check<DesyncError>(all[peer][0] == mine[0],
-                       all[peer][0] == mine[0]
-                           ? std::string()
-                           : desync_message(sequence_, rank_, announcement, peer, decode(all[peer])));
+    check<DesyncError>(all[peer][0] == mine[0], all[peer][0] == mine[0]
+                                                    ? std::string()
+                                                    : desync_message(sequence_, rank_, announcement,
+                                                                     peer, decode(all[peer])));
 }
 
 int64_t ExchangeCommunicator::allocate(int64_t nbytes) {

@@ -1,5 +1,6 @@
-// Collectives over two primitives that any process group has, for ranks that share no memory. The data is packed and cast here before it
-// travels and summed here, in rank order, after; so the numbers are those of the other communicators.
+// Collectives over two primitives that any process group has, for ranks that share no memory. The
+// data is packed and cast here before it travels and summed here, in rank order, after; so the
+// numbers are those of the other communicators.
 #pragma once
 
 #include <atomic>
@@ -16,7 +17,8 @@
 
 namespace fsdpx {
 
-// Each takes `nbytes` per rank. `send` may lie within `recv`, at this rank's place, in all_gather. They block, and throw on failure.
+// Each takes `nbytes` per rank. `send` may lie within `recv`, at this rank's place, in all_gather.
+// They block, and throw on failure.
 struct ByteCollectives {
   using Call = std::function<void(const void* send, void* recv, int64_t nbytes)>;
   Call all_gather;  // recv: every rank's nbytes, in rank order
@@ -58,7 +60,8 @@ class ExchangeCommunicator final : public Communicator {
     int64_t nbytes;
   };
 
-  // Compares what the ranks are about to do, then does it. A failure is remembered and raised by every later call.
+  // Compares what the ranks are about to do, then does it. A failure is remembered and raised by
+  // every later call.
   template <typename Body>
   void collective(const Announcement& announcement, Body body);
   void agree(const Announcement& announcement);

@@ -15,7 +15,8 @@ namespace fsdpx {
 namespace {
 
 constexpr auto kSlice = std::chrono::milliseconds(50);  // how often a sleeper looks around
-constexpr int kSpins = 60;  // a few microseconds: ranks share cores with each other and with compute threads
+constexpr int kSpins =
+    60;  // a few microseconds: ranks share cores with each other and with compute threads
 static_assert(Epoch::is_always_lock_free && std::atomic<uint64_t>::is_always_lock_free);
 
 uint32_t* word_of(Epoch& epoch) { return reinterpret_cast<uint32_t*>(&epoch); }
@@ -55,10 +56,7 @@ void relax() {
 
 Board::Board(int rank, std::vector<std::shared_ptr<Mapping>> blocks,
              std::shared_ptr<Exchange> exchange, double timeout)
-    : rank_(rank),
-      timeout_(timeout),
-      mappings_(std::move(blocks)),
-      exchange_(std::move(exchange)) {
+    : rank_(rank), timeout_(timeout), mappings_(std::move(blocks)), exchange_(std::move(exchange)) {
   for (const auto& mapping : mappings_)
     blocks_.push_back(static_cast<ControlBlock*>(mapping->data()));
 }
@@ -91,8 +89,7 @@ void Board::meet() {
   for (int peer = 0; peer < size(); ++peer) {
     const AnnouncementWords theirs = read(peer, sequence_);
     if (theirs[0] != current_words_[0])
-      fail(BoardState::kDesync,
-           desync_message(sequence_, rank_, current_, peer, decode(theirs)));
+      fail(BoardState::kDesync, desync_message(sequence_, rank_, current_, peer, decode(theirs)));
   }
 }
 
@@ -103,12 +100,12 @@ void Board::arrive() {
 
 void Board::end() { block(rank_).done.store(sequence_, std::memory_order_release); }
 
-void Board::wait_all(Epoch ControlBlock::*epoch, const char* phase) {
+void Board::wait_all(Epoch ControlBlock::* epoch, const char* phase) {
   const Deadline limit = deadline();
   for (int i = 1; i < size(); ++i) wait((rank_ + i) % size(), epoch, limit, phase);
 }
 
-void Board::wait(int peer, Epoch ControlBlock::*epoch, Deadline deadline, const char* phase) {
+void Board::wait(int peer, Epoch ControlBlock::* epoch, Deadline deadline, const char* phase) {
   Epoch& word = block(peer).*epoch;
   for (int i = 0; i < kSpins; ++i) {
     if (reached(word, sequence_)) return;
@@ -140,7 +137,7 @@ void Board::check_failures() {
 }
 
 // What ends a wait early: a rank that can't go on, or a peer that is not there any more.
-void Board::check_states(int peer, Epoch ControlBlock::*epoch) {
+void Board::check_states(int peer, Epoch ControlBlock::* epoch) {
   check<std::runtime_error>(!closed_.load(std::memory_order_relaxed),
                             "the communicator was closed on this rank while it waited in ",
                             describe(current_));

@@ -12,7 +12,12 @@
 namespace fsdpx {
 namespace {
 
-constexpr int64_t kAlign = 128;                   // of the segments in a send buffer
+// memcpy for pieces that may be empty, whose addresses may then be null.
+void copy_bytes(void* dst, const void* src, int64_t nbytes) {
+  if (nbytes > 0) std::memcpy(dst, src, nbytes);
+}
+
+constexpr int64_t kAlign = 128;  // of the segments in a send buffer
 constexpr int64_t kControlBytes = sizeof(ControlBlock);
 
 int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
@@ -74,18 +79,13 @@ std::shared_ptr<Communicator> ShmBootstrap::connect(int rank,
 
 ShmCommunicator::ShmCommunicator(int rank, int size, std::shared_ptr<Exchange> exchange,
                                  std::shared_ptr<Mapping> control, const ShmOptions& options)
-    : rank_(rank),
-      size_(size),
-      pid_(getpid()),
-      options_(options),
-      exchange_(std::move(exchange)) {
+    : rank_(rank), size_(size), pid_(getpid()), options_(options), exchange_(std::move(exchange)) {
   const Deadline deadline = deadline_after(options.connect_timeout);
   exchange_->offer(*control, deadline);
   std::vector<std::shared_ptr<Mapping>> blocks(size);
   for (int peer = 0; peer < size; ++peer)
     blocks[peer] = peer == rank ? control : exchange_->take(peer, kControlBytes, deadline);
-  board_ = std::make_unique<Board>(rank, std::move(blocks), exchange_,
-                                   options.connect_timeout);
+  board_ = std::make_unique<Board>(rank, std::move(blocks), exchange_, options.connect_timeout);
   board_->begin({"connect", {}, {}, size, 0, uint64_t(options.max_send_bytes)});
   exchange_->finish(*control);
   board_->end();
@@ -138,8 +138,8 @@ int64_t ShmCommunicator::allocate(int64_t nbytes) {
   int64_t number = 0;
   collective([&] {
     number = ++num_regions_;
-    auto region = make_region({"allocate", {detail::concat("region ", number), 0}, {number, 0},
-                               nbytes, 0, 0});
+    auto region = make_region(
+        {"allocate", {detail::concat("region ", number), 0}, {number, 0}, nbytes, 0, 0});
     std::lock_guard lock(regions_mutex_);
     regions_[number] = std::move(region);
   });
@@ -168,10 +168,10 @@ void ShmCommunicator::check_gather(const GatherOp& op, int64_t region_bytes) con
   for (const GatherSegment& s : op.segments) {
     const int64_t begin = op.place.offset + s.dst_offset;
     const int64_t nbytes = s.numel * size_ * itemsize(s.dst_dtype);
-    check(s.numel >= 0 && op.place.offset >= 0 && s.dst_offset >= 0 &&
-              nbytes <= region_bytes - begin,
-          "unit '", op.tag.unit, "': ", nbytes, " bytes at ", begin, " of a region of ",
-          region_bytes);
+    check(
+        s.numel >= 0 && op.place.offset >= 0 && s.dst_offset >= 0 && nbytes <= region_bytes - begin,
+        "unit '", op.tag.unit, "': ", nbytes, " bytes at ", begin, " of a region of ",
+        region_bytes);
   }
 }
 
@@ -188,11 +188,11 @@ void ShmCommunicator::all_gather(const GatherOp& op) {
   });
 }
 
-// Casts this rank's shard into every rank's place: its own, then the others', each rank starting with another.
+// Casts this rank's shard into every rank's place: its own, then the others', each rank starting
+// with another.
 void ShmCommunicator::scatter_shard(const GatherOp& op, const Region& region) {
   for (const GatherSegment& s : op.segments) {
-    const int64_t offset =
-        op.place.offset + s.dst_offset + rank_ * s.numel * itemsize(s.dst_dtype);
+    const int64_t offset = op.place.offset + s.dst_offset + rank_ * s.numel * itemsize(s.dst_dtype);
     for (int i = 0; i < size_; ++i) {
       const Mapping& target = *region[(rank_ + i) % size_];
       cast(s.shard, s.shard_dtype, bytes_of(target) + offset, s.dst_dtype, s.numel);
@@ -200,8 +200,9 @@ void ShmCommunicator::scatter_shard(const GatherOp& op, const Region& region) {
   }
 }
 
-// [Note: Send buffers] There are two, used in turn. A rank that packs into a buffer has finished the collective that used the other one;
-// to get that far all ranks had to announce that collective, and they had read this buffer before. So no further wait is needed.
+// [Note: Send buffers] There are two, used in turn. A rank that packs into a buffer has finished
+// the collective that used the other one; to get that far all ranks had to announce that
+// collective, and they had read this buffer before. So no further wait is needed.
 const ShmCommunicator::Region& ShmCommunicator::next_send_buffer(const Tag& tag, int64_t nbytes) {
   auto& buffer = send_buffers_[num_sends_++ & 1];
   if (buffer == nullptr || nbytes > (*buffer)[rank_]->nbytes()) {
@@ -252,7 +253,7 @@ void ShmCommunicator::all_reduce(const Tag& tag, void* data, DType dtype, int64_
     const Region& buffer = next_send_buffer(tag, nbytes);
     char* const own = bytes_of(*buffer[rank_]);
     char* const target = static_cast<char*>(data);
-    std::memcpy(own, data, nbytes);
+    copy_bytes(own, data, nbytes);
     Hasher hasher;
     hasher.add(uint64_t(dtype));
     board_->begin({"all_reduce", tag, {}, nbytes, 0, hasher.value()});
@@ -262,12 +263,13 @@ void ShmCommunicator::all_reduce(const Tag& tag, void* data, DType dtype, int64_
     std::vector<const void*> pieces(size_);
     for (int peer = 0; peer < size_; ++peer) pieces[peer] = bytes_of(*buffer[peer]) + begin;
     reduce(pieces, dtype, target + begin, dtype, (end - begin) / itemsize(dtype), scale);
-    std::memcpy(own + begin, target + begin, end - begin);  // only this rank reads that piece before
+    copy_bytes(own + begin, target + begin,
+               end - begin);  // only this rank reads that piece before
     board_->arrive();
     for (int i = 1; i < size_; ++i) {
       const int peer = (rank_ + i) % size_;
       const int64_t first = begin_of(peer);
-      std::memcpy(target + first, bytes_of(*buffer[peer]) + first, begin_of(peer + 1) - first);
+      copy_bytes(target + first, bytes_of(*buffer[peer]) + first, begin_of(peer + 1) - first);
     }
     board_->end();
   });
@@ -283,8 +285,8 @@ void ShmCommunicator::barrier(const Tag& tag) {
 void ShmCommunicator::close() {
   if (getpid() != pid_) return;  // a forked child only has copies
   board_->leave();
-  // A collective that runs on another thread sees that, and what it uses stays until this object goes. Own regions stay mapped as well:
-  // tensors may lie in them.
+  // A collective that runs on another thread sees that, and what it uses stays until this object
+  // goes. Own regions stay mapped as well: tensors may lie in them.
   const std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return;
   for (auto& buffer : send_buffers_) buffer.reset();

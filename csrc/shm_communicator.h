@@ -1,4 +1,5 @@
-// Collectives of the ranks of one host through shared memory, fused with the passes over the data that must happen anyway.
+// Collectives of the ranks of one host through shared memory, fused with the passes over the data
+// that must happen anyway.
 #pragma once
 
 #include <map>
@@ -14,12 +15,14 @@
 namespace fsdpx {
 
 struct ShmOptions {
-  double timeout = 1800;         // seconds, of each wait for other ranks
-  double connect_timeout = 60;   // the same while connecting
-  int64_t max_send_bytes = -1;   // of each of the two send buffers; -1: as large as the largest reduction so far
+  double timeout = 1800;        // seconds, of each wait for other ranks
+  double connect_timeout = 60;  // the same while connecting
+  int64_t max_send_bytes =
+      -1;  // of each of the two send buffers; -1: as large as the largest reduction so far
 };
 
-// Made in two steps: each rank makes its own (which opens its door to peers), all tell each other their addresses, and all connect.
+// Made in two steps: each rank makes its own (which opens its door to peers), all tell each other
+// their addresses, and all connect.
 class ShmBootstrap {
  public:
   // "sockets", "names", or "private" for a group of one rank.

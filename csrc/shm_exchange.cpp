@@ -198,7 +198,8 @@ std::shared_ptr<Mapping> SocketExchange::take(int rank, int64_t nbytes, Deadline
   check<std::runtime_error>(fd >= 0, from, " sent no memory");
   std::shared_ptr<Mapping> mapping;
   try {
-    check<DesyncError>(offered == nbytes, from, " allocates ", offered, " bytes, this rank ", nbytes);
+    check<DesyncError>(offered == nbytes, from, " allocates ", offered, " bytes, this rank ",
+                       nbytes);
     mapping = Mapping::map(fd, nbytes);
   } catch (...) {
     ::close(fd);

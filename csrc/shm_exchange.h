@@ -11,8 +11,9 @@
 
 namespace fsdpx {
 
-// Descriptors sent over Unix sockets, one between each two ranks. The sockets have names in the abstract namespace, so they leave nothing
-// behind; a peer must be of the same user and know the token that ranks tell each other through the process group.
+// Descriptors sent over Unix sockets, one between each two ranks. The sockets have names in the
+// abstract namespace, so they leave nothing behind; a peer must be of the same user and know the
+// token that ranks tell each other through the process group.
 class SocketExchange final : public Exchange {
  public:
   SocketExchange();  // listens from here on
@@ -40,7 +41,8 @@ class SocketExchange final : public Exchange {
   std::vector<int> sockets_;  // by rank; -1 for this one
 };
 
-// Names in /dev/shm, for ranks that can't reach each other's sockets. A name can't be guessed and is gone as soon as all have mapped it.
+// Names in /dev/shm, for ranks that can't reach each other's sockets. A name can't be guessed and
+// is gone as soon as all have mapped it.
 class NamedExchange final : public Exchange {
  public:
   NamedExchange();

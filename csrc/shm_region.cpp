@@ -36,8 +36,7 @@ std::string random_token() {
 }
 
 std::shared_ptr<Mapping> Mapping::make_private(int64_t nbytes) {
-  void* data =
-      mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* data = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (data == MAP_FAILED) throw_errno(detail::concat("can't allocate ", nbytes, " bytes"));
   return std::shared_ptr<Mapping>(new Mapping(data, nbytes, -1));
 }

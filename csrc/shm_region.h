@@ -14,12 +14,14 @@ using Deadline = std::chrono::steady_clock::time_point;
 // A time limit as a point in time; limits beyond ten years count as ten years.
 Deadline deadline_after(double seconds);
 
-// Mapped memory. The mapping ends with the object; the memory itself ends with the last mapping of any process, also when processes are killed.
+// Mapped memory. The mapping ends with the object; the memory itself ends with the last mapping of
+// any process, also when processes are killed.
 class Mapping {
  public:
   // `nbytes` > 0 of zeroed memory of this process alone.
   static std::shared_ptr<Mapping> make_private(int64_t nbytes);
-  // Zeroed memory behind a new descriptor, reserved (a full memory file system is an error here, not a signal later) and touched by the caller.
+  // Zeroed memory behind a new descriptor, reserved (a full memory file system is an error here,
+  // not a signal later) and touched by the caller.
   static std::shared_ptr<Mapping> make_anonymous(int64_t nbytes);
   // The same behind a name that other processes of this user can open until `unlink`.
   static std::shared_ptr<Mapping> make_named(const std::string& name, int64_t nbytes);
@@ -35,7 +37,7 @@ class Mapping {
 
   void* data() const { return data_; }
   int64_t nbytes() const { return nbytes_; }
-  int fd() const { return fd_; }   // -1 unless this process made the memory and has not closed it
+  int fd() const { return fd_; }  // -1 unless this process made the memory and has not closed it
   void close_fd() noexcept;
 
  private:
@@ -46,7 +48,8 @@ class Mapping {
   int fd_;
 };
 
-// How one rank's memory reaches its peers. Calls are collective: rank r's nth call meets the nth call of the others.
+// How one rank's memory reaches its peers. Calls are collective: rank r's nth call meets the nth
+// call of the others.
 class Exchange {
  public:
   virtual ~Exchange() = default;
@@ -63,7 +66,7 @@ class Exchange {
   virtual void close() = 0;
 };
 
-std::string random_token();           // 32 hexadecimal digits that cannot be guessed
+std::string random_token();  // 32 hexadecimal digits that cannot be guessed
 [[noreturn]] void throw_errno(const std::string& what);
 
 }  // namespace fsdpx

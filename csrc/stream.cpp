@@ -15,11 +15,13 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A limit as a point in time. Limits of more than ten years count as none: adding them to now would overflow.
+// A limit as a point in time. Limits of more than ten years count as none: adding them to now would
+// overflow.
 Clock::time_point deadline_after(double seconds) {
   constexpr double kLongest = 10.0 * 365 * 24 * 3600;
   if (!(seconds < kLongest)) seconds = kLongest;
-  return Clock::now() + std::chrono::nanoseconds(static_cast<int64_t>(std::max(seconds, 0.0) * 1e9));
+  return Clock::now() +
+         std::chrono::nanoseconds(static_cast<int64_t>(std::max(seconds, 0.0) * 1e9));
 }
 
 // Putting a thread to sleep and waking it costs more than the collective of a small unit takes. So
@@ -45,9 +47,14 @@ bool Event::ended_within(double seconds) {
   return ended_.wait_until(lock, deadline_after(seconds), [this] { return query(); });
 }
 
+void Event::throw_timeout(double seconds) {
+  throw CommTimeout(
+      detail::concat("fsdpx: a task of the communication stream did not end within ", seconds,
+                     " s. A peer may be slow or stuck; raise the time limit if it is only slow."));
+}
+
 void Event::wait(double seconds) {
-  check<CommTimeout>(ended_within(seconds), "a task of the communication stream did not end within ", seconds,
-                     " s. A peer may be slow or stuck; raise the time limit if it is only slow.");
+  if (!ended_within(seconds)) throw_timeout(seconds);
   if (error_) std::rethrow_exception(error_);
 }
 
@@ -72,10 +79,11 @@ struct Stream::State {
   std::condition_variable changed;
   std::deque<Item> items;
   std::atomic<int64_t> num_issued = 0;  // tasks so far
-  bool closed = false;   // takes no more tasks
-  bool dropping = false;  // the worker runs no more tasks
-  bool ended = true;     // no worker runs
-  // A plain pointer: in a forked child the thread is gone, and destroying or detaching its handle there is undefined.
+  bool closed = false;                  // takes no more tasks
+  bool dropping = false;                // the worker runs no more tasks
+  bool ended = true;                    // no worker runs
+  // A plain pointer: in a forked child the thread is gone, and destroying or detaching its handle
+  // there is undefined.
   std::thread* worker = nullptr;
 
   bool in_child() const { return getpid() != pid; }
@@ -85,7 +93,8 @@ struct Stream::State {
 };
 
 void Stream::State::start(const std::shared_ptr<State>& self) {
-  // Signals belong to the threads that the program knows of (Python handles them in its main thread).
+  // Signals belong to the threads that the program knows of (Python handles them in its main
+  // thread).
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -121,7 +130,8 @@ void Stream::State::run() {
     } catch (...) {
       error = std::current_exception();
     }
-    item.task = nullptr;  // first: who waits for the event may count on what the task owned being free
+    item.task =
+        nullptr;  // first: who waits for the event may count on what the task owned being free
     item.event->finish(std::move(error));
     item.event.reset();
     lock.lock();
@@ -187,13 +197,14 @@ void Stream::close(double seconds) {
   std::unique_lock lock(state_->mutex);
   state_->closed = true;
   state_->changed.notify_all();
-  const bool own = state_->worker != nullptr &&
-                   state_->worker->get_id() == std::this_thread::get_id();
+  const bool own =
+      state_->worker != nullptr && state_->worker->get_id() == std::this_thread::get_id();
   check<std::runtime_error>(!own, "a task can't close the stream that runs it");
   state_->changed.wait_until(lock, deadline, [this] { return state_->ended; });
   state_->dropping = true;
   state_->changed.notify_all();
-  // A task that is still running can't be stopped from here; a later close(), after its wait was aborted, joins.
+  // A task that is still running can't be stopped from here; a later close(), after its wait was
+  // aborted, joins.
   std::thread* finished = state_->ended ? std::exchange(state_->worker, nullptr) : nullptr;
   lock.unlock();
   state_->drop_items();

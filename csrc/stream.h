@@ -22,6 +22,8 @@ class Event {
   bool ended_within(
       double seconds);        // waits; false after `seconds`; never throws what the task threw
   void wait(double seconds);  // throws CommTimeout after `seconds`
+  [[noreturn]] static void throw_timeout(double seconds);
+
  private:
   friend class Stream;
   void finish(std::exception_ptr error);

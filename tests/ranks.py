@@ -118,7 +118,9 @@ class _Pool:
         while pending:
             ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
             if not ready:
-                text = f"no result within {timeout} s" if not failures else "stuck after the failure"
+                text = (
+                    f"no result within {timeout} s" if not failures else "stuck after the failure"
+                )
                 failures += [Failure(rank, text) for rank in pending.values()]
                 break
             for pipe in ready:

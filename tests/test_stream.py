@@ -94,8 +94,9 @@ def test_close_runs_what_is_queued_and_takes_no_more() -> None:
 
 def test_close_drops_what_does_not_end_in_time() -> None:
     stream = _C.Stream("test")
-    gate = threading.Event()
-    running = stream.enqueue(gate.wait)
+    started, gate = threading.Event(), threading.Event()
+    running = stream.enqueue(lambda: (started.set(), gate.wait()))
+    assert started.wait(10)
     dropped = stream.enqueue(lambda: None)
     begin = time.monotonic()
     stream.close(0.1)
@@ -109,8 +110,9 @@ def test_close_drops_what_does_not_end_in_time() -> None:
 
 def test_a_stream_that_nobody_closed_does_not_wait_when_it_goes() -> None:
     stream = _C.Stream("test")
-    gate = threading.Event()
-    running = stream.enqueue(gate.wait)
+    started, gate = threading.Event(), threading.Event()
+    running = stream.enqueue(lambda: (started.set(), gate.wait()))
+    assert started.wait(10)
     begin = time.monotonic()
     del stream
     assert time.monotonic() - begin < 5

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from . import c10d, shm
-from .choose import Kind, choose
+from .choose import Kind, choose_kind
 from .communicator import Communicator, InFlight, Work
 
 __all__ = ["Communicator", "InFlight", "Work", "create"]
@@ -26,8 +26,8 @@ __all__ = ["Communicator", "InFlight", "Work", "create"]
 KINDS = ("auto", "shm", "c10d")
 EXIT_SECONDS = 2.0  # for what is queued when the interpreter exits
 
-# By identity of the process group, which the entry keeps alive. Ranks may be threads of one process,
-# each with a group object of its own, so nothing here is "the" rank of the process.
+# By identity of the process group, which the entry keeps alive. Ranks may be threads of one
+# process, each with a group object of its own, so nothing here is "the" rank of the process.
 _registry: dict[tuple[int, str], tuple[dist.ProcessGroup, Communicator]] = {}
 _lock = threading.Lock()  # guards the dict only: creating is collective and must not be serialised
 
@@ -96,14 +96,14 @@ def _resolve(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         return group
     world = dist.group.WORLD if dist.is_initialized() else _ALONE
     assert world is not None
-    return world  # type: ignore[no-any-return]
+    return world
 
 
 def _make(
     group: dist.ProcessGroup, kind: str, timeout: float | None, max_bytes: int | None
 ) -> Communicator:
     limit = _timeout_of(group) if timeout is None else timeout
-    chosen: Kind = choose(group, kind)
+    chosen: Kind = choose_kind(group, kind)
     if chosen.name == "shm":
         try:
             native = shm.connect(group, chosen, timeout=limit, max_bytes=max_bytes)

@@ -40,7 +40,7 @@ def this_host() -> Host:
     )
 
 
-def choose(group: dist.ProcessGroup, kind: str) -> Kind:
+def choose_kind(group: dist.ProcessGroup, kind: str) -> Kind:
     """The kind for this group; the same on every rank.
 
     Raises:

@@ -100,7 +100,8 @@ class Communicator:
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Memory that peers can write: what `all_gather` wants as `out`.
 
-        Collective: all ranks allocate the same, in the same order. Waits for what was issued before.
+        Collective: all ranks allocate the same, in the same order. Waits for what was
+        issued before.
 
         Args:
             numel: Number of elements.

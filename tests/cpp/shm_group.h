@@ -1,5 +1,6 @@
-// Groups of ranks for the tests of the shared-memory communicator: threads that share mappings by pointer (so that a race detector sees
-// one address per byte), threads over real sockets or names, and forked processes.
+// Groups of ranks for the tests of the shared-memory communicator: threads that share mappings by
+// pointer (so that a race detector sees one address per byte), threads over real sockets or names,
+// and forked processes.
 #pragma once
 
 #include <sys/wait.h>
@@ -111,7 +112,8 @@ inline void run_threads(const std::string& way, int size, const ShmOptions& opti
   });
 }
 
-// Each rank in a process of its own. Returns their exit codes: 0 when `body` returned and no check failed.
+// Each rank in a process of its own. Returns their exit codes: 0 when `body` returned and no check
+// failed.
 inline std::vector<int> run_processes(const std::string& way, int size, const ShmOptions& options,
                                       const Body& body) {
   std::vector<std::unique_ptr<ShmBootstrap>> bootstraps;

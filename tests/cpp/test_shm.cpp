@@ -1,6 +1,5 @@
-// The shared-memory communicator: the numbers, under random delays and poisoned memory, and what happens when ranks differ, fail or leave.
-#include "shm_communicator.h"
-
+// The shared-memory communicator: the numbers, under random delays and poisoned memory, and what
+// happens when ranks differ, fail or leave.
 #include <chrono>
 #include <cmath>
 #include <limits>
@@ -10,6 +9,7 @@
 
 #include "../../csrc/check.h"
 #include "check.h"
+#include "shm_communicator.h"
 #include "shm_group.h"
 
 namespace fsdpx::test {
@@ -50,7 +50,8 @@ struct Worker {
 
   void gather(int step, const std::string& unit) {
     for (int64_t i = 0; i < numel; ++i) shard[i] = value_of(comm.rank(), step, i);
-    // A free place holds poison: a rank that writes too early, or a reader that reads too early, shows.
+    // A free place holds poison: a rank that writes too early, or a reader that reads too early,
+    // shows.
     std::fill(place(step), place(step) + numel * comm.size(),
               std::numeric_limits<float>::quiet_NaN());
     random_delay(random);
@@ -70,9 +71,15 @@ struct Worker {
     const int64_t half = numel * comm.size() / 2, all = numel * comm.size();
     ReduceOp op = {{unit, uint64_t(step)}, {}, std::vector<uint8_t>(3)};
     op.used[comm.rank() % 2] = 1;
-    op.segments.push_back({{{full_grad.data(), half, 0}, {full_grad.data() + half, all - half, half}},
-                           DType::kFloat32, DType::kFloat32, numel, grad_shard.data(),
-                           DType::kFloat32, 0.5, false});
+    op.segments.push_back(
+        {{{full_grad.data(), half, 0}, {full_grad.data() + half, all - half, half}},
+         DType::kFloat32,
+         DType::kFloat32,
+         numel,
+         grad_shard.data(),
+         DType::kFloat32,
+         0.5,
+         false});
     random_delay(random);
     comm.reduce_scatter(op);
     int wrong = 0;
@@ -219,7 +226,8 @@ TEST(generations_places_and_sizes_are_compared) {
     run_local(2, kPatient, [&](Communicator& comm) {
       std::vector<float> shard(64);
       const int64_t region = comm.allocate(4096);
-      GatherOp op = {{"u", 1}, {region, 0}, {{shard.data(), DType::kFloat32, 8, 0, DType::kFloat32}}};
+      GatherOp op = {
+          {"u", 1}, {region, 0}, {{shard.data(), DType::kFloat32, 8, 0, DType::kFloat32}}};
       if (comm.rank() == 1) change(op);
       CHECK(has(error_of<DesyncError>([&] { comm.all_gather(op); }), "differs between ranks"));
     });
@@ -239,8 +247,8 @@ TEST(a_rank_that_never_comes_is_a_timeout_everywhere) {
       return;
     }
     std::string error;
-    const double seconds = seconds_of(
-        [&] { error = error_of<CommTimeout>([&] { comm.barrier({"layers.5", 0}); }); });
+    const double seconds =
+        seconds_of([&] { error = error_of<CommTimeout>([&] { comm.barrier({"layers.5", 0}); }); });
     CHECK(seconds < 1.2);
     CHECK(has(error, "layers.5"));
     CHECK(has(error, "collective 3"));
@@ -308,8 +316,8 @@ TEST(a_forked_child_gets_an_error_and_leaves_the_group_alone) {
   run_threads("sockets", 1, kPatient, [](Communicator& comm) {
     const pid_t child = fork();
     if (child == 0) {
-      const bool clear = has(error_of<std::runtime_error>([&] { comm.barrier({"child", 0}); }),
-                             "forked child");
+      const bool clear =
+          has(error_of<std::runtime_error>([&] { comm.barrier({"child", 0}); }), "forked child");
       comm.close();
       _exit(clear ? 0 : 1);
     }

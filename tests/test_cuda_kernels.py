@@ -1,0 +1,206 @@
+"""The CUDA passes against the CPU kernels, bit for bit. IN SIMULATION: no GPU is involved.
+
+The shipped host code fills the tables and chooses the grids, the shipped kernels run from their PTX
+in tests/cudasim, on memory that checks every access.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from cudasim.shipped import SimulatedPasses, build, find_nvcc
+from kernel_cases import FLOATING, bits_of, misaligned, random_bits
+from torch import Tensor
+
+from fsdpx import _C
+from fsdpx.dtypes import FLOAT32, dtype_code
+
+pytestmark = pytest.mark.skipif(find_nvcc() is None, reason="nvcc is not installed")
+
+TILE = 8192  # elements of one block
+PAIRS = list(itertools.product(FLOATING, FLOATING))
+MODES = ((1.0, False), (1 / 3, False), (1.0, True), (-0.7, True))
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> SimulatedPasses:
+    return SimulatedPasses(*build(tmp_path_factory.mktemp("cuda")))
+
+
+@pytest.fixture
+def cuda(built: SimulatedPasses) -> SimulatedPasses:
+    built.clear()
+    return built
+
+
+def upload(cuda: SimulatedPasses, tensor: Tensor, shift: int = 0) -> int:
+    """The address of a copy that lies `shift` elements after an aligned address."""
+    raw = tensor.contiguous().view(torch.uint8).numpy()
+    return cuda.memory.upload(raw, shift=shift * tensor.itemsize)
+
+
+def download(cuda: SimulatedPasses, address: int, like: Tensor) -> Tensor:
+    raw = cuda.memory.download(address, "u1", like.numel() * like.itemsize)
+    return torch.from_numpy(raw).view(like.dtype)
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    differ = (bits_of(actual) != bits_of(expected)).nonzero().reshape(-1)
+    assert not len(differ), f"{len(differ)} of {len(actual)} differ, first at {int(differ[0])}"
+
+
+def check_cast(
+    cuda: SimulatedPasses,
+    src: Tensor,
+    old: Tensor,
+    mode: tuple[float, bool],
+    shifts: tuple[int, int] = (0, 0),
+) -> None:
+    scale, accumulate = mode
+    codes = dtype_code(src.dtype), dtype_code(old.dtype)
+    expected = misaligned(old, 0)
+    _C.cast(src.data_ptr(), codes[0], expected.data_ptr(), codes[1], src.numel(), *mode)
+    source, target = upload(cuda, src, shifts[0]), upload(cuda, old, shifts[1])
+    cuda.convert([(source, target, src.numel())], *codes, scale=scale, accumulate=accumulate)
+    assert_same_bits(download(cuda, target, old), expected)
+
+
+@pytest.mark.parametrize(("from_dtype", "to_dtype"), PAIRS)
+def test_cast_of_random_bits(
+    cuda: SimulatedPasses, from_dtype: torch.dtype, to_dtype: torch.dtype
+) -> None:
+    for mode, numel in itertools.product(MODES, (1, 7, 8, 2051)):
+        src, old = random_bits(numel, from_dtype, seed=numel), random_bits(numel, to_dtype, seed=1)
+        check_cast(cuda, src, old, mode)
+    for numel in (TILE, 2 * TILE + 5):
+        src, old = random_bits(numel, from_dtype, seed=numel), random_bits(numel, to_dtype, seed=1)
+        check_cast(cuda, src, old, (0.3, True))
+
+
+@pytest.mark.parametrize("shifts", [(1, 0), (0, 1), (3, 3)])
+@pytest.mark.parametrize(("from_dtype", "to_dtype"), PAIRS)
+def test_cast_of_misaligned_views(
+    cuda: SimulatedPasses,
+    from_dtype: torch.dtype,
+    to_dtype: torch.dtype,
+    shifts: tuple[int, int],
+) -> None:
+    src, old = random_bits(1001, from_dtype, seed=2), random_bits(1001, to_dtype, seed=3)
+    for mode in ((1.0, False), (0.3, True)):
+        check_cast(cuda, src, old, mode, shifts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_all_16_bit_values(cuda: SimulatedPasses, dtype: torch.dtype) -> None:
+    every = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(dtype)
+    check_cast(cuda, every, torch.zeros(65536), (1.0, False))
+    # Midpoints between neighbours, and what is next to them, back to 16 bits.
+    values = every.double()[every.isfinite()].sort().values
+    middle = (values[1:] + values[:-1]) / 2
+    for points in (middle, middle.nextafter(torch.full_like(middle, torch.inf))):
+        check_cast(cuda, points, torch.zeros(len(points), dtype=dtype), (1.0, False))
+        check_cast(cuda, points.float(), torch.zeros(len(points), dtype=dtype), (1.0, False))
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.complex128]
+)
+def test_copies_keep_every_bit(cuda: SimulatedPasses, dtype: torch.dtype, shift: int) -> None:
+    for numel in (1, 63, TILE + 17):
+        src = random_bits(numel, dtype, seed=numel)
+        source, target = upload(cuda, src), upload(cuda, torch.zeros_like(src), shift)
+        cuda.convert([(source, target, numel)], dtype_code(dtype), dtype_code(dtype))
+        got = download(cuda, target, src)
+        assert torch.equal(got.view(torch.uint8), src.view(torch.uint8))
+
+
+@pytest.mark.parametrize(("scale", "accumulate"), [(1.0, False), (1 / 3, True)])
+@pytest.mark.parametrize(("from_dtype", "to_dtype"), PAIRS)
+def test_reduce_adds_in_order(
+    cuda: SimulatedPasses,
+    from_dtype: torch.dtype,
+    to_dtype: torch.dtype,
+    scale: float,
+    accumulate: bool,
+) -> None:
+    codes = dtype_code(from_dtype), dtype_code(to_dtype)
+    for count, numel, shift in (
+        (1, 100, 0),
+        (2, 1003, 0),
+        (3, 33, 1),
+        (9, 2048, 0),
+        (2, TILE + 9, 0),
+    ):
+        srcs = [random_bits(numel, from_dtype, seed=k) for k in range(count)]
+        old = random_bits(numel, to_dtype, seed=77)
+        expected = misaligned(old, 0)
+        pointers = [src.data_ptr() for src in srcs]
+        _C.reduce(pointers, codes[0], expected.data_ptr(), codes[1], numel, scale, accumulate)
+        addresses = [upload(cuda, src, shift if k == 1 else 0) for k, src in enumerate(srcs)]
+        target = upload(cuda, old)
+        cuda.reduce(
+            addresses, codes[0], target, codes[1], numel, scale=scale, accumulate=accumulate
+        )
+        assert_same_bits(download(cuda, target, old), expected)
+
+
+def test_many_pieces_take_few_launches(cuda: SimulatedPasses) -> None:
+    """A pack of 300 tensors with gaps, some of them long, some empty."""
+    numels = [(i * 37) % 90 for i in range(300)]
+    numels[5] = 3 * TILE + 1
+    flat = torch.full((sum(numels) + 300,), -1.0)
+    target = upload(cuda, flat)
+    pieces: list[tuple[int | None, int, int]] = []
+    position = 0
+    for i, numel in enumerate(numels):
+        src = random_bits(numel, torch.bfloat16, seed=i)
+        pieces.append((upload(cuda, src) if numel else None, target + 4 * position, numel))
+        flat[position : position + numel] = src.float() * 0.5
+        position += numel
+        pieces.append((None, target + 4 * position, 1))  # zeros in the gap
+        flat[position] = 0
+        position += 1
+    cuda.convert(pieces, dtype_code(torch.bfloat16), FLOAT32, scale=0.5, stream=0x1234)
+    got = download(cuda, target, flat)
+    nan = got.isnan()
+    assert torch.equal(nan, flat.isnan())
+    assert_same_bits(got[~nan], flat[~nan])
+    assert len(cuda.launches) == 5  # of 596 pieces that are not empty, 120 at a time
+    assert cuda.last_stream == 0x1234
+
+
+def test_accumulation_leaves_null_pieces_alone(cuda: SimulatedPasses) -> None:
+    target = upload(cuda, torch.ones(4))
+    cuda.convert([(None, target, 4)], FLOAT32, FLOAT32, accumulate=True)
+    assert not cuda.launches
+    assert download(cuda, target, torch.ones(4)).tolist() == [1, 1, 1, 1]
+
+
+def test_one_pass_in_wide_accesses(cuda: SimulatedPasses) -> None:
+    """Aligned data moves once, 16 bytes at a time (8 bytes where a word is half that)."""
+    numel = 2 * TILE
+    src, dst = random_bits(numel, torch.float32, seed=0), torch.zeros(numel, dtype=torch.bfloat16)
+    source, target = upload(cuda, src), upload(cuda, dst)
+    cuda.convert([(source, target, numel)], FLOAT32, dtype_code(torch.bfloat16), accumulate=True)
+    assert cuda.memory.moved == {("ld", 16): 6 * numel, ("st", 16): 2 * numel}
+    cuda.memory.moved.clear()
+    cuda.reduce([source, source, source], FLOAT32, target, 3, numel)
+    assert cuda.memory.moved == {("ld", 16): 12 * numel, ("st", 16): 2 * numel}
+
+
+def test_refused(cuda: SimulatedPasses) -> None:
+    address = upload(cuda, torch.zeros(64))
+    with pytest.raises(ValueError, match=r"bits32 to float32 .* not supported"):
+        cuda.convert([(address, address, 1)], 6, 0)
+    with pytest.raises(ValueError, match=r"piece 1 .* is not aligned"):
+        cuda.convert([(address, address + 64, 1), (address + 2, address + 64, 1)], 0, 3)
+    with pytest.raises(ValueError, match="piece 0 has numel -1"):
+        cuda.convert([(address, address, -1)], 0, 3)
+    with pytest.raises(ValueError, match="129 sources; give 1 to 128"):
+        cuda.reduce([address] * 129, 0, address, 0, 1)
+    with pytest.raises(ValueError, match="source 1 is null or not aligned"):
+        cuda.reduce([address, address + 2], 0, address + 64, 0, 1)
+    assert not cuda.launches
