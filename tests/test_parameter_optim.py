@@ -9,6 +9,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from sharded import Model, pair, random_gradients, set_gradients, whole
+from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 from fsdpx.parameter import ShardedTensor
@@ -233,6 +234,33 @@ def compile_clip(rank: int, world_size: int) -> None:
     clip = torch.nn.utils.clip_grad_norm_
     compiled = torch.compile(lambda: clip(module.parameters(), 0.5), backend="aot_eager")
     torch.testing.assert_close(compiled(), clip(reference.parameters(), 0.5))
+
+
+def compile_several(rank: int, world_size: int) -> None:
+    """Steps of models that are cut differently share compiled code, or at least do not clash."""
+    import fsdpx
+
+    for granularity in ("element", "row", 7):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(13, 33), nn.GELU(), nn.Linear(33, 7))
+        reference = copy.deepcopy(module)
+        fsdpx.fully_shard(module[0], granularity=granularity)
+        fsdpx.fully_shard(module, granularity=granularity)
+        optimizers = [torch.optim.AdamW(m.parameters(), foreach=True) for m in (module, reference)]
+        step = torch.compile(optimizers[0].step, backend="eager")
+        for number in range(2):
+            inputs = torch.randn(4, 13)
+            for model in (module, reference):
+                model(inputs).square().mean().backward()
+            optimizers[0].step() if number == 0 else step()
+            optimizers[1].step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        assert_same(module, reference, exact=False)
+
+
+def test_compiled_steps_of_several_models() -> None:
+    run_ranks(2, compile_several, timeout=120)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])

@@ -50,6 +50,10 @@ class ShardedTensor(torch.Tensor):
         )
         made._local = local
         made._spec = spec
+        if type(local) is torch.Tensor:
+            # What torch.compiler's mark_static sets, without importing the compiler: a graph with a
+            # dynamic piece under a static whole shape can't be built.
+            local._dynamo_static_indices = {0}  # type: ignore[attr-defined]
         return made
 
     @classmethod
