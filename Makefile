@@ -5,6 +5,7 @@
 #   TORCH='torch==2.13.0'         torch to install (default: what VENV has, else torch==2.14.1)
 #   SANITIZE=address,undefined    sanitizers of cpp-test: address, undefined, thread
 #   TESTS='tests -k layout'       what `make test` gives to pytest
+#   DEMO='--steps 20 --dtype bf16'  options of examples/train_lm.py; NPROC=4 ranks
 #   FSDPX_CUDA=0|1  MAX_JOBS=n    see setup.py
 
 PYTHON ?= python3
@@ -14,6 +15,7 @@ SANITIZE ?=
 TESTS ?= tests
 NPROC ?= 2
 OUT ?= out
+DEMO ?=
 
 PY := $(VENV)/bin/python
 TORCH_DEFAULT := torch==2.14.1
@@ -59,7 +61,7 @@ test: build
 demo: build
 	@echo "demo: $(NPROC) ranks train a small GPT; the timeline goes to $(OUT)/"
 	@mkdir -p $(OUT)
-	@$(TORCHRUN) examples/train_lm.py --out $(OUT)
+	@$(TORCHRUN) examples/train_lm.py --out $(OUT) $(DEMO)
 
 bench: build
 	@for program in bench/*.py; do echo "bench: $$program on $(NPROC) ranks"; $(TORCHRUN) $$program || exit 1; done
