@@ -9,8 +9,9 @@ tensor's largest.
 
 - fp32, bf16: a whole step (forward, backward, SGD) of a GPT with 26 million parameters. `plain` is
   the unsharded module, which communicates nothing: what is left when everything is hidden.
-- host: the time that sharding adds to forward and backward of many tiny units of 12 parameters
-  each, on meshes of one rank, so that next to nothing is computed or sent; per unit and step.
+- host: what sharding adds to forward and backward of many tiny units of 12 parameters each, on
+  a mesh of one rank, so that next to nothing is computed or sent; per unit and step, in processor
+  time of the training thread and in real time. The other ranks wait: it needs two processors.
 - memory: the most that a step holds, against `fsdpx.describe`'s prediction. Activations and
   optimizer state are kept next to nothing. Backward pauses after each unit, as if it had much to
   compute, so that reductions keep up with it; `in a hurry` is without: the gradients of more than
@@ -24,11 +25,11 @@ import copy
 import ctypes
 import dataclasses
 import gc
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median, quantiles
 
 import torch
 import torch.distributed as dist
@@ -52,21 +53,20 @@ PAUSE_SECONDS = 0.05
 
 @dataclasses.dataclass
 class Contestant:
-    """A model and the step that trains it, with the seconds that steps took."""
+    """A model and the step that trains it, with what steps took.
+
+    Attributes:
+        seconds: Real time of whole steps, of the slowest rank.
+        host_seconds: Processor time of this rank's training thread in forward and backward.
+        real_seconds: Real time of the same.
+    """
 
     name: str
     model: nn.Module
     optimizer: torch.optim.Optimizer
     seconds: list[float] = dataclasses.field(default_factory=list)
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.seconds)
-
-    @property
-    def spread(self) -> float:
-        lower, _, upper = statistics.quantiles(self.seconds, n=4)
-        return (upper - lower) / 2
+    host_seconds: list[float] = dataclasses.field(default_factory=list)
+    real_seconds: list[float] = dataclasses.field(default_factory=list)
 
     def compute_gradients(self, tokens: torch.Tensor, targets: torch.Tensor) -> None:
         next_byte_loss(self.model(tokens), targets).backward()
@@ -106,24 +106,30 @@ def race(
     *,
     warmup: int,
     steps: int,
-    time_update: bool,
+    alone: bool = False,
 ) -> None:
-    """Runs all contestants in turns; a step lasts until the slowest rank has ended it."""
+    """Runs all contestants in turns; a step lasts until the slowest rank has ended it.
+
+    With `alone` only one rank is here, and no other is waited for.
+    """
     gc.disable()  # a collection would hit one contestant's step and not the other's
     for step in range(warmup + steps):
         tokens, targets = batches(step)
         for number in range(len(contestants)):
             each = contestants[(step + number) % len(contestants)]  # nobody always goes first
-            dist.barrier()
-            start = time.perf_counter()
+            if not alone:
+                dist.barrier()
+            start, host_start = time.perf_counter(), time.thread_time()
             each.compute_gradients(tokens, targets)
-            computed = time.perf_counter()
+            computed, host = time.perf_counter() - start, time.thread_time() - host_start
             each.update()
-            end = time.perf_counter() if time_update else computed
-            slowest = torch.tensor(end - start, dtype=torch.float64)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+            if not alone:
+                dist.all_reduce(slowest, dist.ReduceOp.MAX)
             if step >= warmup:
                 each.seconds.append(slowest.item())
+                each.host_seconds.append(host)
+                each.real_seconds.append(computed)
     gc.enable()
 
 
@@ -143,8 +149,13 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
+def spread(values: Sequence[float]) -> float:
+    lower, _, upper = quantiles(values, n=4)
+    return (upper - lower) / 2
+
+
 def milliseconds(each: Contestant) -> str:
-    return f"{1e3 * each.median:7.1f} +- {1e3 * each.spread:4.1f} ms"
+    return f"{1e3 * median(each.seconds):.1f} +- {1e3 * spread(each.seconds):.1f} ms"
 
 
 def bench_step(args: argparse.Namespace, dtype_name: str) -> None:
@@ -158,14 +169,13 @@ def bench_step(args: argparse.Namespace, dtype_name: str) -> None:
         lambda step: batch(GPT_26M, args.batch_size, step),
         warmup=args.warmup,
         steps=args.steps,
-        time_update=True,
     )
     wrong = num_wrong(ours.model, theirs.model)
     say(
         f"step {dtype_name}, 26 M parameters, {args.batch_size} x {GPT_26M.context} tokens a rank: "
         f"fsdpx {milliseconds(ours)}, FSDP2 {milliseconds(theirs)}, plain {milliseconds(plain)}; "
-        f"fsdpx / FSDP2 {ours.median / theirs.median:.2f}, plain / FSDP2 "
-        f"{plain.median / theirs.median:.2f}; wrong {wrong}"
+        f"fsdpx / FSDP2 {median(ours.seconds) / median(theirs.seconds):.2f}, plain / FSDP2 "
+        f"{median(plain.seconds) / median(theirs.seconds):.2f}; wrong {wrong}"
     )
 
 
@@ -180,6 +190,8 @@ def bench_host(args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     model = GPT(TINY)
     names = ("fsdpx", "FSDP2", "plain")
+    if dist.get_rank() != 0:
+        return
     ours, theirs, plain = contestants = [
         contestant(name, model, torch.float32, mesh) for name in names
     ]
@@ -188,14 +200,25 @@ def bench_host(args: argparse.Namespace) -> None:
         lambda step: batch(TINY, 1, step),
         warmup=args.warmup,
         steps=5 * args.steps,
-        time_update=False,
+        alone=True,
     )
-    added = [1e6 * (each.median - plain.median) / num_units for each in (ours, theirs)]
+    texts = []
+    for each in (ours, theirs):
+        host, real = (
+            [1e6 * (a - b) / num_units for a, b in zip(one, other, strict=True)]
+            for one, other in (
+                (each.host_seconds, plain.host_seconds),
+                (each.real_seconds, plain.real_seconds),
+            )
+        )
+        texts.append(
+            f"{each.name} adds {median(host):.0f} +- {spread(host):.0f} us of processor time "
+            f"({median(real):.0f} +- {spread(real):.0f} us of real time)"
+        )
+    base = 1e6 * median(plain.host_seconds) / num_units
     say(
-        f"host work, {num_units} units of 12 tiny parameters, one rank: fsdpx adds {added[0]:.0f}, "
-        f"FSDP2 {added[1]:.0f} us per unit and step to the plain module's "
-        f"{1e6 * plain.median / num_units:.0f}; +- {1e6 * ours.spread / num_units:.0f} and "
-        f"{1e6 * theirs.spread / num_units:.0f}; wrong {num_wrong(ours.model, plain.model)}"
+        f"host work per unit of 12 tiny parameters and step, one rank: {texts[0]}, {texts[1]} "
+        f"to the plain module's {base:.0f} us; wrong {num_wrong(ours.model, plain.model)}"
     )
 
 
@@ -272,6 +295,7 @@ def main() -> None:
         bench_memory()
     if "host" in args.only:
         bench_host(args)
+        dist.barrier()
     for name in DTYPES:
         if name in args.only:
             bench_step(args, name)

@@ -12,6 +12,11 @@
 namespace fsdpx {
 namespace {
 
+// memcpy for pieces that may be empty, whose addresses may then be null.
+void copy_bytes(void* dst, const void* src, int64_t nbytes) {
+  if (nbytes > 0) std::memcpy(dst, src, nbytes);
+}
+
 constexpr int64_t kAlign = 128;  // of the segments in a send buffer
 constexpr int64_t kControlBytes = sizeof(ControlBlock);
 
@@ -248,7 +253,7 @@ void ShmCommunicator::all_reduce(const Tag& tag, void* data, DType dtype, int64_
     const Region& buffer = next_send_buffer(tag, nbytes);
     char* const own = bytes_of(*buffer[rank_]);
     char* const target = static_cast<char*>(data);
-    std::memcpy(own, data, nbytes);
+    copy_bytes(own, data, nbytes);
     Hasher hasher;
     hasher.add(uint64_t(dtype));
     board_->begin({"all_reduce", tag, {}, nbytes, 0, hasher.value()});
@@ -258,13 +263,13 @@ void ShmCommunicator::all_reduce(const Tag& tag, void* data, DType dtype, int64_
     std::vector<const void*> pieces(size_);
     for (int peer = 0; peer < size_; ++peer) pieces[peer] = bytes_of(*buffer[peer]) + begin;
     reduce(pieces, dtype, target + begin, dtype, (end - begin) / itemsize(dtype), scale);
-    std::memcpy(own + begin, target + begin,
-                end - begin);  // only this rank reads that piece before
+    copy_bytes(own + begin, target + begin,
+               end - begin);  // only this rank reads that piece before
     board_->arrive();
     for (int i = 1; i < size_; ++i) {
       const int peer = (rank_ + i) % size_;
       const int64_t first = begin_of(peer);
-      std::memcpy(target + first, bytes_of(*buffer[peer]) + first, begin_of(peer + 1) - first);
+      copy_bytes(target + first, bytes_of(*buffer[peer]) + first, begin_of(peer + 1) - first);
     }
     board_->end();
   });

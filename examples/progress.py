@@ -34,15 +34,19 @@ class Status:
 
 
 class Progress:
-    """Shows the steps of a run; does nothing where `active` is false."""
+    """Shows the steps of a run; does nothing where `active` is false.
+
+    On a terminal every step moves the bar; elsewhere every `every`-th writes a line.
+    """
 
     def __init__(self, num_steps: int, *, every: int, active: bool) -> None:
-        self.num_steps, self.every, self.active = num_steps, every, active
-        self.is_terminal = sys.stdout.isatty()
+        self.num_steps, self.active = num_steps, active
+        self.is_terminal = active and sys.stdout.isatty()
+        self.every = 1 if self.is_terminal else every
         self.start = time.monotonic()
 
     def due(self, step: int) -> bool:
-        """Whether there is something to show after `step` steps (the same on all ranks)."""
+        """Whether there is something to show after `step` steps."""
         return step % self.every == 0 or step in (1, self.num_steps)
 
     def show(self, status: Status) -> None:

@@ -37,7 +37,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a byte-level GPT with fsdpx.")
     run = parser.add_argument_group("run")
     run.add_argument("--steps", type=int, default=80)
-    run.add_argument("--batch-size", type=int, default=8, help="sequences per rank and backward")
+    run.add_argument("--batch-size", type=int, default=4, help="sequences per rank and backward")
     run.add_argument("--grad-accumulation", type=int, default=1, help="backwards per step")
     run.add_argument("--lr", type=float, default=2e-3)
     run.add_argument("--clip", type=float, default=1.0, help="largest gradient norm; 0: no limit")
@@ -54,7 +54,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     model = parser.add_argument_group("model")
     model.add_argument("--context", type=int, default=128, help="bytes per sequence")
-    model.add_argument("--layers", type=int, default=4)
+    model.add_argument("--layers", type=int, default=6)
     model.add_argument("--width", type=int, default=192)
     model.add_argument("--heads", type=int, default=6)
     shard = parser.add_argument_group("sharding")
@@ -234,7 +234,11 @@ def summarise(trainer: Trainer, result: Result) -> None:
             f"{1e3 * total.exposed_seconds:.1f} ms exposed communication"
         )
         args.out.mkdir(parents=True, exist_ok=True)
-        timeline.write_svg(args.out / "timeline.svg")
+        title = (
+            f"Step {args.steps} on rank 0 of {trainer.world_size}: {args.layers} blocks of width "
+            f"{args.width}, {args.dtype}, stage {args.stage}, prefetch {args.prefetch}"
+        )
+        timeline.write_svg(args.out / "timeline.svg", title=title)
         timeline.write_chrome_trace(args.out / "trace.json")
         print(f"wrote {args.out / 'timeline.svg'} and {args.out / 'trace.json'}")
 

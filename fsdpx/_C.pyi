@@ -118,27 +118,6 @@ class ReduceOp:
 class RegionView:
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
-class ShmBootstrap:
-    def __init__(self, way: str) -> None: ...
-    @property
-    def address(self) -> str: ...
-    def connect(
-        self,
-        rank: int,
-        addresses: Sequence[str],
-        timeout: float,
-        max_send_bytes: int = -1,
-        connect_timeout: float = 60.0,
-    ) -> Communicator: ...
-
-def exchange_communicator(
-    kind: str,
-    rank: int,
-    size: int,
-    all_gather: Callable[[int, int, int], object],
-    all_to_all: Callable[[int, int, int], object],
-) -> Communicator: ...
-
 class Communicator:
     @property
     def kind(self) -> str: ...

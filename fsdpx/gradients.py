@@ -93,7 +93,8 @@ class Gradients:
             self.accumulate()
         else:
             self._note_used()
-        used, self.used = self.used, []
+        used, self.used = [*self.used, unit.was_read], []
+        unit.was_read = False
         accumulated, self.accumulated = self.accumulated, {}
         targets, added_later = [], {}
         for number in self._segments():
@@ -142,20 +143,25 @@ class Gradients:
             )
         return event
 
-    def deliver(self) -> None:
-        """Waits for the reductions of this backward and sets `.grad` of every parameter that was
-        used.
+    def wait(self) -> None:
+        """Waits until the reductions so far no longer hold full gradients."""
+        for each in self.in_flight:
+            self.unit.wait(each.event)
+
+    def deliver(self) -> tuple[bool, bool]:
+        """Waits for the reductions of this backward and sets `.grad` of the parameters used.
+
+        Returns:
+            Whether any rank had a gradient of the unit, and whether any rank's backward read it.
         """
-        if not self.in_flight:
-            return
         in_flight, self.in_flight = self.in_flight, []
-        used = [False] * len(self.unit.parameters)
+        used = [False] * (len(self.unit.parameters) + 1)
         for each in in_flight:
             self.unit.wait(each.event)
             used = [a or b for a, b in zip(used, each.reduction.used, strict=True)]
             for number, flat in each.added_later.items():
                 self.buffers[number].flat.add_(flat)
-        used = self._used_by_replicas(used)
+        *used, read = self._used_by_replicas(used)
         for number in self.written:
             for index, gradient in self.buffers[number].gradients.items():
                 parameter = self.unit.parameters[index].sharded
@@ -163,6 +169,7 @@ class Gradients:
                     parameter.grad = gradient
         self.written.clear()
         self._run_hooks(used)
+        return any(used), read
 
     def _used_by_replicas(self, used: list[bool]) -> list[bool]:
         unit, replicas = self.unit, self.unit.replicate_comm

@@ -5,9 +5,13 @@ reads in backward, completed gradients), never from time. So ranks that run the 
 the same collectives in the same order, and place them alike (see memory.py).
 
 [Note: Prefetch] The order of forwards is recorded in each step and used in the next: while a unit
-computes, the gathers of the `prefetch` next ones run. In backward the order of first reads is
-recorded the same way; before there is one, the forward order is reversed. A wrong guess costs a
+computes, the gathers of the `prefetch` next ones run. Backward follows the forwards in reverse,
+without the units whose weights no rank read the last time (embeddings). A wrong guess costs a
 gather, never a number.
+
+[Note: Units that are passed by] A rank's graph may lack a unit that ran in forward, because its
+output was not used there. Other ranks may read that unit and have gradients for it, so a rank whose
+backward passes it by issues the same collectives, with zeros for gradients.
 """
 
 from __future__ import annotations
@@ -26,43 +30,40 @@ from .memory import Memory, Place, arena_bytes
 from .torch_private import NO_BACKWARD, current_backward
 from .unit import Phase, Storage, Unit
 
+_MAX_REDUCTIONS = 2  # in flight: one that runs, and one to follow it
+
 
 class Order:
-    """An order of units recorded in one pass and followed in the next."""
+    """The units that a pass (all forwards of a step, or one backward) is expected to come to."""
 
     def __init__(self) -> None:
-        self._known: list[Unit] = []
-        self._recording: list[Unit] = []
+        self.known: list[Unit] = []
         self._cursor = 0
 
-    @property
-    def recorded(self) -> list[Unit]:
-        return self._recording or self._known
-
-    def begin(self, guess: Sequence[Unit] = ()) -> None:
-        """Starts a pass; `guess` is followed when nothing was recorded before."""
-        if not self._known:
-            self._known = list(guess)
-        self._recording, self._cursor = [], 0
+    def follow(self, known: Sequence[Unit]) -> None:
+        """Starts a pass that is expected to visit `known`."""
+        self.known, self._cursor = list(known), 0
 
     def visit(self, unit: Unit) -> None:
         """The pass has come to `unit`."""
-        self._recording.append(unit)
         for start in (self._cursor, 0):
-            try:
-                self._cursor = self._known.index(unit, start) + 1
+            if (position := self._find(unit, start)) is not None:
+                self._cursor = position + 1
                 return
-            except ValueError:
-                continue
 
     def next(self, count: int) -> list[Unit]:
         """The `count` units expected next."""
-        return self._known[self._cursor : self._cursor + count]
+        return self.known[self._cursor : self._cursor + count]
 
-    def end(self) -> None:
-        """The pass is complete: the next one follows it."""
-        if self._recording:
-            self._known, self._recording = self._recording, []
+    def expects(self, unit: Unit) -> bool:
+        """Whether the pass has yet to come to `unit`."""
+        return self._find(unit, self._cursor) is not None
+
+    def _find(self, unit: Unit, start: int) -> int | None:
+        try:
+            return self.known.index(unit, start)
+        except ValueError:
+            return None
 
 
 class Schedule:
@@ -81,12 +82,15 @@ class Schedule:
         self._own: dict[Unit, Place] = {}  # memory of units that stay gathered
         self._resident: dict[Unit, None] = {}  # least recently used first
         self._forward, self._backward = Order(), Order()
+        self._forward_now: list[Unit] = []  # what the running forwards came to so far
+        self._unread: set[Unit] = set()  # used, but no rank's last backward read them
         self._thread = 0  # that runs the outermost forward
         self._depth = 0  # nested forwards that are running
         self._tasks: set[int] = set()  # backwards that are running: nested ones have their own
         # Gathered with gradients enabled since the last backward, in order of (latest) forwards.
         self._participants: dict[Unit, None] = {}
         self._reduced_any = False
+        self._reducing: list[Unit] = []  # whose reductions may still run, oldest first
         self._began: dict[Unit, int] = {}  # ns, for the timeline
         for unit in units:
             unit.listener = self
@@ -186,7 +190,8 @@ class Schedule:
         if recompute:
             self._begin_backward()
         elif self._depth == 0:
-            self._forward.begin()
+            self._forward.follow(self._forward.known)
+            self._forward_now = []
             self._thread = threading.get_ident()
         elif threading.get_ident() != self._thread:
             raise RuntimeError(
@@ -195,14 +200,14 @@ class Schedule:
             )
         unit.refresh()
         self.gather(unit)
-        if recompute:
-            self._prefetch(self._backward, unit.backward_prefetch, unit)
-        else:
-            self._forward.visit(unit)
-            self._prefetch(self._forward, unit.forward_prefetch, unit)
-        unit.finish_gather()
+        unit.pins += 1  # now: the gathers of the next units must not take its place
+        try:
+            self._begin_pass(unit, recompute)
+            unit.finish_gather()
+        except BaseException:
+            unit.pins -= 1
+            raise
         self._depth += 1
-        unit.pins += 1
         unit.num_calls += 1
         if unit.pins == 1:
             unit.to_phase(Phase.FORWARD)
@@ -212,6 +217,14 @@ class Schedule:
             self._participants[unit] = None
         if unit.comm.recorder.enabled:
             self._began[unit] = time.monotonic_ns()
+
+    def _begin_pass(self, unit: Unit, recompute: bool) -> None:
+        if recompute:
+            self._prefetch(self._backward, unit.backward_prefetch, unit)
+        else:
+            self._forward.visit(unit)
+            self._forward_now.append(unit)
+            self._prefetch(self._forward, unit.forward_prefetch, unit)
 
     def _prefetch(self, order: Order, chosen: Sequence[Unit] | None, unit: Unit) -> None:
         """Issues the gathers of the units after `unit`: those that the user chose, else by the
@@ -256,10 +269,10 @@ class Schedule:
         for unit in self.units:
             unit.num_calls = 0
         if ok:
-            first = not self._forward._known
-            self._forward.end()
+            first = not self._forward.known
+            self._forward.follow(self._forward_now)
             if first:
-                self._size_arenas(self._forward.recorded)
+                self._size_arenas(self._forward_now)
         else:
             self._participants.clear()
 
@@ -274,12 +287,17 @@ class Schedule:
     def on_access(self, unit: Unit) -> None:
         """An operator of the running backward reads the unit."""
         self._begin_backward()
-        if unit.phase is Phase.IDLE:
+        self._pass_by(unit, reading=True)
+        unit.was_read = True
+        self._visit_in_backward(unit)
+        unit.finish_gather()
+        self._enter_backward(unit)
+
+    def _visit_in_backward(self, unit: Unit) -> None:
+        if self._backward.expects(unit):
             self._backward.visit(unit)
         self.gather(unit)
         self._prefetch(self._backward, unit.backward_prefetch, unit)
-        unit.finish_gather()
-        self._enter_backward(unit)
 
     def on_first_gradient(self, unit: Unit) -> None:
         """The running backward has computed a first gradient of the unit."""
@@ -295,26 +313,41 @@ class Schedule:
 
     def on_gradients(self, unit: Unit) -> None:
         """All gradients that the running backward computes for the unit are there."""
-        self._reduce_skipped(unit)
+        self._pass_by(unit, reading=False)
+        if self._backward.expects(unit):  # not read here, but perhaps elsewhere
+            self._visit_in_backward(unit)
         self._reduce(unit)
         self._record_backward(unit)
         if unit.phase is Phase.BACKWARD:
             unit.to_phase(Phase.IDLE)
+        self._after_backward(unit)
+
+    def _after_backward(self, unit: Unit) -> None:
         # With a frozen part, complete gradients do not mean that the weights are no longer read.
         done = unit.trains_fully and not unit.pins and not unit.kept_by_user
         if done and unit.reshard_after_backward:
             self.free(unit)
 
-    def _reduce_skipped(self, unit: Unit) -> None:
-        """Reduces units that this rank's backward has passed by: other ranks may have gradients for
-        them.
+    def _pass_by(self, unit: Unit | None, reading: bool) -> None:
+        """Does for units that this rank's backward passes by, on its way to `unit` (None: to its
+        end), what ranks do that read them.
+
+        Args:
+            unit: Where backward is now.
+            reading: Whether it reads `unit`, or has completed its gradients.
         """
-        if unit not in self._participants:
+        if unit is not None and unit not in self._participants:
             return
         for other in reversed(list(self._participants)):
             if other is unit:
                 return
-            if not other.native.num_expected():
+            if other.pins or other.phase is not Phase.IDLE or other.native.num_expected():
+                continue
+            if self._backward.expects(other):
+                self._visit_in_backward(other)
+                self._reduce(other)
+                self._after_backward(other)
+            elif not reading:
                 self._reduce(other)
 
     def _reduce(self, unit: Unit) -> None:
@@ -322,9 +355,17 @@ class Schedule:
         self._reduced_any = True
         gradients = self.gradients[unit]
         if unit.requires_gradient_sync:
+            self._bound_reductions(unit)
             gradients.reduce(1.0 / unit.gradient_divisor)
         else:
             gradients.accumulate()
+
+    def _bound_reductions(self, unit: Unit) -> None:
+        """Waits while too many reductions hold full gradients: memory must not depend on speed."""
+        self._reducing = [other for other in self._reducing if self.gradients[other].in_flight]
+        while len(self._reducing) >= _MAX_REDUCTIONS:
+            self.gradients[self._reducing.pop(0)].wait()
+        self._reducing.append(unit)
 
     def _record_backward(self, unit: Unit) -> None:
         recorder = unit.comm.recorder
@@ -337,7 +378,8 @@ class Schedule:
         if task in self._tasks or task == NO_BACKWARD:
             return
         if not self._tasks:
-            self._backward.begin(guess=self._forward.recorded[::-1])
+            latest_first = dict.fromkeys(reversed(self._forward_now))
+            self._backward.follow([u for u in latest_first if u not in self._unread])
             self._reduced_any = False
         self._tasks.add(task)
         _C.at_backward_end(functools.partial(self._end_backward, task))
@@ -369,11 +411,15 @@ class Schedule:
             if any(unit.native.has_gradients()):
                 self._reduce(unit)
         if self._reduced_any:
-            for unit in reversed(list(self._participants)):
-                self._reduce(unit)
-            self._backward.end()
+            self._pass_by(None, reading=False)
+            self._participants.clear()
         for unit in self.units:
-            self.gradients[unit].deliver()
+            if self.gradients[unit].in_flight:
+                used, read = self.gradients[unit].deliver()
+                if read:
+                    self._unread.discard(unit)
+                elif used:
+                    self._unread.add(unit)
 
     # ---- For FSDPModule
 

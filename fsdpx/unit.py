@@ -120,6 +120,7 @@ class Unit:
         self.storage = Storage.SHARDED
         self.phase = Phase.IDLE
         self.pins = 0  # forwards of the unit that are running
+        self.was_read = False  # by a backward since the last reduction
         self.num_calls = 0  # forwards of its modules in this pass
         self.gathered: Pending | None = None
         self.kept_by_user = False  # unshard() without reshard()

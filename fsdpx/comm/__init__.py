@@ -96,7 +96,7 @@ def _resolve(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         return group
     world = dist.group.WORLD if dist.is_initialized() else _ALONE
     assert world is not None
-    return world  # type: ignore[no-any-return]
+    return world
 
 
 def _make(

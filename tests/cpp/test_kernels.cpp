@@ -1,5 +1,6 @@
 // Kernels without Python: known roundings, all instruction sets bit for bit alike, spans, and
 // errors.
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <random>
@@ -146,6 +147,36 @@ TEST(pack_fills_gaps_and_unpack_returns) {
   CHECK_EQ(back[0], 12.0);
   CHECK_EQ(back[1], 13.0);
   CHECK_EQ(back[2], 14.0);
+}
+
+// Large destinations are written past the caches, in lines; a sanitizer sees whether all stay
+// inside.
+TEST(large_results_end_where_they_should) {
+  const int64_t numel = (int64_t{32} << 20) / itemsize(DType::kBFloat16) + 77;
+  std::vector<float> src(static_cast<size_t>(numel));
+  for (size_t i = 0; i < src.size(); ++i) src[i] = static_cast<float>(i % 509) - 254.0f;
+  std::vector<BFloat16> room(src.size() + 1);
+  BFloat16* const dst = room.data() + 1;
+  for (const std::string& isa : available_isas()) {
+    fsdpx::set_isa(isa.c_str());
+    for (const bool sums : {false, true}) {
+      const void* sources[] = {src.data(), src.data()};
+      if (sums) {
+        fsdpx::reduce(sources, DType::kFloat32, dst, DType::kBFloat16, numel, 0.5);
+      } else {
+        fsdpx::cast(src.data(), DType::kFloat32, dst, DType::kBFloat16, numel);
+      }
+      int64_t num_wrong = 0;
+      for (size_t i = 0; i < src.size(); ++i)
+        num_wrong += dst[i].bits != narrow<BFloat16>(src[i]).bits;
+      CHECK_EQ(num_wrong, 0);
+      std::fill(room.begin(), room.end(), BFloat16{0xffff});
+    }
+    std::vector<float> copy(src.size());
+    fsdpx::cast(src.data(), DType::kFloat32, copy.data(), DType::kFloat32, numel);
+    CHECK(copy == src);
+  }
+  fsdpx::set_isa("auto");
 }
 
 TEST(copies_take_any_address_and_keep_bits) {

@@ -1,0 +1,117 @@
+"""Plain training: world sizes, precision, optimizers, tied weights."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from fsdpx import MixedPrecisionPolicy, fully_shard
+
+from .parts import (
+    assert_weights,
+    backward_of_all_ranks,
+    batch_of,
+    check_one_step,
+    mean_square,
+    shard_linears,
+    small_mlp,
+)
+from .registry import case
+
+
+@case("one step on two ranks")
+def basic(rank: int, world_size: int) -> None:
+    check_one_step(small_mlp(), rank, world_size)
+
+
+@case("sizes that three ranks do not divide", world_size=3)
+def basic3(rank: int, world_size: int) -> None:
+    check_one_step(small_mlp(), rank, world_size)
+
+
+@case("only the root is a unit", world_size=4)
+def basic4_root_only(rank: int, world_size: int) -> None:
+    check_one_step(small_mlp(), rank, world_size, shard=fully_shard)
+
+
+@case("a single rank takes the same path", world_size=1)
+def world1(rank: int, world_size: int) -> None:
+    check_one_step(small_mlp(), rank, world_size)
+
+
+@case("bf16 compute, fp32 reduction")
+def bf16(rank: int, world_size: int) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    check_one_step(small_mlp(), rank, world_size, limit=2e-2, mp_policy=policy)
+
+
+@case("units stay gathered between forward and backward")
+def keep_gathered(rank: int, world_size: int) -> None:
+    check_one_step(small_mlp(), rank, world_size, reshard_after_forward=False)
+
+
+@case("many steps of AdamW with clipping")
+def adamw_20_steps(rank: int, world_size: int) -> None:
+    model = small_mlp()
+    reference = copy.deepcopy(model)
+    shard_linears(model)
+    both = (model, reference)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in both]
+    for step in range(20):
+        backward_of_all_ranks(reference, world_size, step=step)
+        mean_square(model, batch_of(rank + step)).backward()
+        for each, optimizer in zip(both, optimizers, strict=True):
+            nn.utils.clip_grad_norm_(each.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_weights(model, reference)
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the head's as well, and a layer between them."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(num_tokens, 4)
+        self.middle = nn.Linear(4, 4)
+        self.head = nn.Linear(4, num_tokens, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.middle(self.embedding(tokens)))
+
+
+def check_tied(num_tokens: int, *, across_units: bool = False) -> None:
+    """Every row of the tied weight moves as in the reference."""
+    model = Tied(num_tokens)
+    reference = copy.deepcopy(model)
+    for unit in (model.embedding, model.head) if across_units else (model.middle,):
+        fully_shard(unit)
+    fully_shard(model)
+    tokens = torch.arange(num_tokens)
+    for each in (model, reference):
+        optimizer = torch.optim.SGD(each.parameters(), lr=1.0)
+        mean_square(each, tokens).backward()
+        optimizer.step()
+    assert_weights(model, reference)
+
+
+@case("tied weight and uneven shards: the last rank's rows never changed")
+def tied_in_root(rank: int, world_size: int) -> None:
+    check_tied(7)
+
+
+@case("the same with ranks that own nothing of a weight", world_size=4)
+def tied_empty_shard(rank: int, world_size: int) -> None:
+    check_tied(5)
+
+
+@case(
+    "a weight tied across units: a size mismatch deep inside",
+    refusal=r"(?i)shared|tied|same parameter|already",
+)
+def tied_across_units(rank: int, world_size: int) -> None:
+    check_tied(7, across_units=True)
