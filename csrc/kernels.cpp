@@ -22,8 +22,9 @@ namespace {
 constexpr int64_t kStreamBytes = int64_t{32} << 20;
 // Elements of a partial sum: short, so that the hardware prefetches all sources at once.
 constexpr int64_t kSumBlock = 256;
-constexpr uintptr_t kLineBytes = 64;             // a cache line
-constexpr int64_t kMaxNumel = int64_t{1} << 58;  // sizes in bytes stay within 64 bits
+constexpr uintptr_t kLineBytes = 64;                 // a cache line
+constexpr int64_t kSpreadBytes = int64_t{16} << 10;  // on their way to several destinations
+constexpr int64_t kMaxNumel = int64_t{1} << 58;      // sizes in bytes stay within 64 bits
 
 // Subnormals are kept and rounding is to nearest even whatever the calling thread has set.
 class FloatEnvironment {
@@ -103,6 +104,29 @@ class Conversion {
     }
     const auto& passes = accumulate_ ? table_->add : stream ? table_->stream : table_->set;
     passes[static_cast<int>(from_)][static_cast<int>(to_)](src, dst, numel, scale_);
+  }
+
+  // The same values to several destinations; the source is read once, block by block.
+  void run_to_all(const void* src, std::span<void* const> dsts, int64_t numel, bool stream) const {
+    alignas(64) char block[kSpreadBytes];
+    const int64_t block_numel = kSpreadBytes / itemsize(to_);
+    for (int64_t i = 0; i < numel; i += block_numel) {
+      const int64_t count = std::min(block_numel, numel - i);
+      const int64_t nbytes = count * itemsize(to_);
+      const void* values = at(src, i, from_);
+      if (!copies()) {
+        run(values, block, count, false);
+        values = block;
+      }
+      for (void* dst : dsts) {
+        char* const target = static_cast<char*>(dst) + i * itemsize(to_);
+        if (stream) {
+          table_->stream_copy(values, target, nbytes);
+        } else {
+          std::memcpy(target, values, static_cast<size_t>(nbytes));
+        }
+      }
+    }
   }
 
   // The sum of several sources, block by block.
@@ -198,6 +222,24 @@ void cast(const void* src, DType from, void* dst, DType to, int64_t numel, doubl
   const FloatEnvironment environment;
   const bool stream = conversion.streams(numel);
   conversion.run(src, dst, numel, stream);
+  conversion.finish(stream);
+}
+
+void cast_to_all(const void* src, DType from, std::span<void* const> dsts, DType to,
+                 int64_t numel) {
+  if (dsts.size() == 1) return cast(src, from, dsts[0], to, numel);
+  const Conversion conversion("cast_to_all", from, to, 1.0, false);
+  check_numel("cast_to_all", numel);
+  if (numel == 0 || dsts.empty()) return;
+  conversion.check_source("source", 0, src);
+  for (size_t i = 0; i < dsts.size(); ++i) {
+    conversion.check_destination("destination", i, dsts[i]);
+    conversion.check_apart("destination", i, src, numel, dsts[i], numel);
+  }
+  const FloatEnvironment environment;
+  const auto num_dsts = static_cast<int64_t>(dsts.size());
+  const bool stream = conversion.streams(std::min(numel, kMaxNumel / num_dsts) * num_dsts);
+  conversion.run_to_all(src, dsts, numel, stream);
   conversion.finish(stream);
 }
 

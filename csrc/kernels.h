@@ -34,6 +34,9 @@ struct Span {
 void cast(const void* src, DType from, void* dst, DType to, int64_t numel, double scale = 1.0,
           bool accumulate = false);
 
+// dsts[k][i] = cast(src[i]) for all k; the source is read once.
+void cast_to_all(const void* src, DType from, std::span<void* const> dsts, DType to, int64_t numel);
+
 // flat[s.offset + i] = cast(scale * s.data[i]) (+ flat[...]). `srcs` ascend and do not overlap.
 // Without `accumulate`, flat elements that no span covers become zero; with it they are left alone.
 void pack(std::span<const ConstSpan> srcs, DType from, void* flat, DType to, int64_t flat_numel,

@@ -37,6 +37,29 @@ struct SendLayout {
   }
 };
 
+// The part of `spans` that covers flat elements [begin, end), as spans of that range.
+std::vector<ConstSpan> part_of(const std::vector<ConstSpan>& spans, DType dtype, int64_t begin,
+                               int64_t end) {
+  std::vector<ConstSpan> part;
+  for (const ConstSpan& span : spans) {
+    const int64_t first = std::max(span.offset, begin);
+    const int64_t last = std::min(span.offset + span.numel, end);
+    if (span.data == nullptr || first >= last) continue;
+    const auto* data =
+        static_cast<const char*>(span.data) + (first - span.offset) * itemsize(dtype);
+    part.push_back({data, last - first, first - begin});
+  }
+  return part;
+}
+
+// Whether packing would only copy flat elements [begin, end), and there is no gap in them.
+bool reads_in_place(const ReduceSegment& s, int64_t begin, int64_t end) {
+  if (s.grad_dtype != s.wire_dtype) return false;
+  int64_t covered = 0;
+  for (const ConstSpan& part : part_of(s.grads, s.grad_dtype, begin, end)) covered += part.numel;
+  return covered == end - begin;
+}
+
 char* bytes_of(const Mapping& mapping) { return static_cast<char*>(mapping.data()); }
 
 std::shared_ptr<Exchange> make_exchange(const std::string& way, std::string* address) {
@@ -191,12 +214,11 @@ void ShmCommunicator::all_gather(const GatherOp& op) {
 // Casts this rank's shard into every rank's place: its own, then the others', each rank starting
 // with another.
 void ShmCommunicator::scatter_shard(const GatherOp& op, const Region& region) {
+  std::vector<void*> targets(size_);
   for (const GatherSegment& s : op.segments) {
     const int64_t offset = op.place.offset + s.dst_offset + rank_ * s.numel * itemsize(s.dst_dtype);
-    for (int i = 0; i < size_; ++i) {
-      const Mapping& target = *region[(rank_ + i) % size_];
-      cast(s.shard, s.shard_dtype, bytes_of(target) + offset, s.dst_dtype, s.numel);
-    }
+    for (int i = 0; i < size_; ++i) targets[i] = bytes_of(*region[(rank_ + i) % size_]) + offset;
+    cast_to_all(s.shard, s.shard_dtype, targets, s.dst_dtype, s.numel);
   }
 }
 
@@ -219,10 +241,8 @@ void ShmCommunicator::reduce_scatter(ReduceOp& op) {
     const SendLayout layout(op, size_);
     const Region& buffer = next_send_buffer(op.tag, layout.nbytes);
     char* own = bytes_of(*buffer[rank_]);
-    for (size_t i = 0; i < op.segments.size(); ++i) {
-      const ReduceSegment& s = op.segments[i];
-      pack(s.grads, s.grad_dtype, own + layout.offsets[i], s.wire_dtype, size_ * s.numel);
-    }
+    for (size_t i = 0; i < op.segments.size(); ++i)
+      pack_for_peers(op.segments[i], own + layout.offsets[i]);
     std::copy(op.used.begin(), op.used.end(), own + layout.used_offset);
     const auto num_used = static_cast<int64_t>(op.used.size());
     board_->begin({"reduce_scatter", op.tag, {}, layout.nbytes, num_used, details_of(op)});
@@ -231,14 +251,42 @@ void ShmCommunicator::reduce_scatter(ReduceOp& op) {
   });
 }
 
+// Packs what peers will read and, unless it can be read where it is, this rank's own piece.
+void ShmCommunicator::pack_for_peers(const ReduceSegment& s, char* flat) {
+  const int64_t begin = rank_ * s.numel, end = begin + s.numel, all = size_ * s.numel;
+  const auto pack_range = [&](int64_t first, int64_t last) {
+    pack(part_of(s.grads, s.grad_dtype, first, last), s.grad_dtype,
+         flat + first * itemsize(s.wire_dtype), s.wire_dtype, last - first);
+  };
+  if (reads_in_place(s, begin, end)) {
+    pack_range(0, begin);
+    pack_range(end, all);
+  } else {
+    pack_range(0, all);
+  }
+}
+
 void ShmCommunicator::sum_pieces(ReduceOp& op, const Region& buffer) {
   const SendLayout layout(op, size_);
   std::vector<const void*> pieces(size_);
   for (size_t i = 0; i < op.segments.size(); ++i) {
     const ReduceSegment& s = op.segments[i];
-    const int64_t offset = layout.offsets[i] + rank_ * s.numel * itemsize(s.wire_dtype);
-    for (int peer = 0; peer < size_; ++peer) pieces[peer] = bytes_of(*buffer[peer]) + offset;
-    reduce(pieces, s.wire_dtype, s.shard, s.shard_dtype, s.numel, s.scale, s.accumulate);
+    const int64_t begin = rank_ * s.numel, end = begin + s.numel;
+    // Elements [first, last) of this rank's piece; its own gradients lie at `own`, or in its
+    // buffer.
+    const auto sum_range = [&](int64_t first, int64_t last, const void* own) {
+      const int64_t offset = layout.offsets[i] + (begin + first) * itemsize(s.wire_dtype);
+      for (int peer = 0; peer < size_; ++peer) pieces[peer] = bytes_of(*buffer[peer]) + offset;
+      if (own != nullptr) pieces[rank_] = own;
+      reduce(pieces, s.wire_dtype, static_cast<char*>(s.shard) + first * itemsize(s.shard_dtype),
+             s.shard_dtype, last - first, s.scale, s.accumulate);
+    };
+    if (reads_in_place(s, begin, end)) {
+      for (const ConstSpan& part : part_of(s.grads, s.grad_dtype, begin, end))
+        sum_range(part.offset, part.offset + part.numel, part.data);
+    } else {
+      sum_range(0, s.numel, nullptr);
+    }
   }
   for (int peer = 0; peer < size_; ++peer) {
     const char* used = bytes_of(*buffer[peer]) + layout.used_offset;

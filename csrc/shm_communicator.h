@@ -72,7 +72,7 @@ class ShmCommunicator final : public Communicator {
   void check_gather(const GatherOp& op, int64_t region_bytes) const;
   void scatter_shard(const GatherOp& op, const Region& region);
   void sum_pieces(ReduceOp& op, const Region& buffer);
-  int64_t pack_gradients(const ReduceOp& op, char* buffer);
+  void pack_for_peers(const ReduceSegment& segment, char* flat);
 
   const int rank_;
   const int size_;
