@@ -5,13 +5,14 @@ reads in backward, completed gradients), never from time. So ranks that run the 
 the same collectives in the same order, and place them alike (see memory.py).
 
 [Note: Prefetch] The order of forwards is recorded in each step and used in the next: while a unit
-computes, the gathers of the `prefetch` next ones run. Backward follows the forwards in reverse,
-without the units whose weights no rank read the last time (embeddings). A wrong guess costs a
-gather, never a number.
+computes, the gathers of the `prefetch` next ones run. Backward follows the ends of the forwards in
+reverse (a unit that encloses others usually ends with weights of its own), without the units whose
+weights no rank read the last time (embeddings). A wrong guess costs a gather, never a number.
 
 [Note: Units that are passed by] A rank's graph may lack a unit that ran in forward, because its
 output was not used there. Other ranks may read that unit and have gradients for it, so a rank whose
-backward passes it by issues the same collectives, with zeros for gradients.
+backward passes it by issues the same collectives, with zeros for gradients. A backward that
+accumulates no gradient of any unit (`torch.autograd.grad` by an input) passes nothing by.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ class Schedule:
         self._resident: dict[Unit, None] = {}  # least recently used first
         self._forward, self._backward = Order(), Order()
         self._forward_now: list[Unit] = []  # what the running forwards came to so far
+        self._ended: list[Unit] = []  # the same units in the order in which their forwards ended
         self._unread: set[Unit] = set()  # used, but no rank's last backward read them
         self._thread = 0  # that runs the outermost forward
         self._depth = 0  # nested forwards that are running
@@ -90,6 +92,7 @@ class Schedule:
         # Gathered with gradients enabled since the last backward, in order of (latest) forwards.
         self._participants: dict[Unit, None] = {}
         self._reduced_any = False
+        self._accumulates = False  # whether a running backward computes gradients of units
         self._reducing: list[Unit] = []  # whose reductions may still run, oldest first
         self._began: dict[Unit, int] = {}  # ns, for the timeline
         for unit in units:
@@ -191,7 +194,7 @@ class Schedule:
             self._begin_backward()
         elif self._depth == 0:
             self._forward.follow(self._forward.known)
-            self._forward_now = []
+            self._forward_now, self._ended = [], []
             self._thread = threading.get_ident()
         elif threading.get_ident() != self._thread:
             raise RuntimeError(
@@ -246,6 +249,8 @@ class Schedule:
             unit.to_phase(Phase.IDLE)
         self._record_forward(unit)
         recompute = current_backward() != NO_BACKWARD
+        if not recompute:
+            self._ended.append(unit)
         try:
             if ok and unit.storage is Storage.GATHERED:
                 unit.check_unedited()
@@ -336,7 +341,7 @@ class Schedule:
             unit: Where backward is now.
             reading: Whether it reads `unit`, or has completed its gradients.
         """
-        if unit is not None and unit not in self._participants:
+        if not self._accumulates or (unit is not None and unit not in self._participants):
             return
         for other in reversed(list(self._participants)):
             if other is unit:
@@ -378,9 +383,11 @@ class Schedule:
         if task in self._tasks or task == NO_BACKWARD:
             return
         if not self._tasks:
-            latest_first = dict.fromkeys(reversed(self._forward_now))
+            latest_first = dict.fromkeys(reversed(self._ended))
             self._backward.follow([u for u in latest_first if u not in self._unread])
             self._reduced_any = False
+            self._accumulates = False
+        self._accumulates |= any(unit.native.num_expected() for unit in self.units)
         self._tasks.add(task)
         _C.at_backward_end(functools.partial(self._end_backward, task))
 

@@ -60,6 +60,7 @@ class Measured:
 
     taken: int
     described: int
+    send_buffers: int  # a part of what is described
 
 
 def proportional_bytes() -> int:
@@ -113,8 +114,8 @@ def measure(rank: int, world_size: int, prefetch: int, dtype: torch.dtype | None
         layer.at_last_gradient = sample
     step(model)
     assert len(samples) == NUM_LAYERS
-    described = fsdpx.describe(model).memory.total
-    return Measured(taken=max(samples) - before, described=described)
+    memory = fsdpx.describe(model).memory
+    return Measured(max(samples) - before, memory.total, memory.send_buffers)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -126,4 +127,8 @@ def test_a_step_takes_what_the_formula_says(world_size: int, prefetch: int, dtyp
     taken = sum(m.taken for m in measured)
     described = sum(m.described for m in measured)
     text = f"{taken / MIB:.1f} MiB taken, {described / MIB:.1f} MiB described"
-    assert abs(taken - described) <= 0.02 * described + SLACK_BYTES * world_size, text
+    # A single rank sends nothing: its gradients can be read where they are, and buffers that
+    # nobody writes take no memory.
+    untouched = sum(m.send_buffers for m in measured) if world_size == 1 else 0
+    slack = 0.02 * described + SLACK_BYTES * world_size
+    assert described - untouched - slack <= taken <= described + slack, text
