@@ -166,6 +166,8 @@ def _work(rank: int, world_size: int, pipe: Connection, parent: int) -> None:
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
     threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
     _init_group(rank, world_size, pipe)
+    gc.collect()
+    gc.freeze()  # what has been imported stays: no later collection needs to look at it
     while True:
         try:
             job = pipe.recv_bytes()

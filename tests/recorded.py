@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,6 +146,7 @@ class Setup:
         comm: kind of communicator.
         reshard_root: `reshard_after_forward` of the root unit.
         twice: whether the loss contains the gradient of the loss: a double backward.
+        gather_seconds: added to every all-gather.
     """
 
     make: MakeChain = plain
@@ -154,6 +156,7 @@ class Setup:
     comm: str = "auto"
     reshard_root: bool | None = None
     twice: bool = False
+    gather_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -213,6 +216,24 @@ def loss_of(model: nn.Module, x: Tensor, *, twice: bool) -> Tensor:
     return loss + grad.square().sum()
 
 
+@contextlib.contextmanager
+def slow_gathers(seconds: float) -> Iterator[None]:
+    """Lets the communication stream sleep before every all-gather."""
+    from fsdpx.unit import Unit
+
+    start_gather = Unit.start_gather
+
+    def delayed(unit: Unit, place: Any) -> None:
+        unit.comm.stream.enqueue(lambda: time.sleep(seconds))
+        start_gather(unit, place)
+
+    Unit.start_gather = delayed  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Unit.start_gather = start_gather  # type: ignore[method-assign]
+
+
 def record_step(rank: int, world_size: int, setup: Setup) -> Recorded:
     """Trains for a few steps and records the next one."""
     import fsdpx
@@ -232,7 +253,8 @@ def record_step(rank: int, world_size: int, setup: Setup) -> Recorded:
     torch.manual_seed(rank)
     for _ in range(NUM_WARM_UP_STEPS):
         step()
-    with fsdpx.record_timeline(model) as timeline:
+    delay = slow_gathers(setup.gather_seconds) if setup.gather_seconds else contextlib.nullcontext()
+    with delay, fsdpx.record_timeline(model) as timeline:
         step()
     found = units(model)
     description = fsdpx.describe(model)

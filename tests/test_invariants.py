@@ -270,21 +270,35 @@ def test_without_prefetch_every_gather_is_exposed(world_size: int, dtype: str) -
                     assert outside, f"gather of {unit} ran beside {use.operation} of {use.unit}"
 
 
+def waits_by_direction(run: Recorded) -> tuple[dict[str, int], dict[str, int]]:
+    """Nanoseconds for which each layer was waited for in forward, and then in backward."""
+    turn = run.of(run.root, "forward")[0].end_ns
+    before, after = dict.fromkeys(run.layers, 0), dict.fromkeys(run.layers, 0)
+    for record in run.records:
+        if record.operation == "wait" and record.unit in before:
+            direction = before if record.begin_ns < turn else after
+            direction[record.unit] += record.end_ns - record.begin_ns
+    return before, after
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_with_prefetch_only_the_ends_are_exposed(world_size: int) -> None:
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_with_prefetch_only_the_ends_are_exposed(world_size: int, prefetch: int) -> None:
     """Communication shorter than compute hides, but for first gathers and the last reduction."""
-    setup = Setup(make=slow, widths=EQUAL)
-    exposed: dict[str, list[int]] = {}
-    for attempt in range(3):
-        run = run_ranks(world_size, record_step, setup)[0]
-        hidden = [*run.layers[1:], *run.layers[-2::-1]]
-        for unit in set(hidden):
-            waits = run.of(unit, "wait")
-            # A layer in the middle waits for its two gathers and, after backward, its reduction.
-            total = sum(w.end_ns - w.begin_ns for w in waits)
-            exposed.setdefault(unit, []).append(total)
-        if attempt and all(min(times) < 2e6 for times in exposed.values()):
-            break
+    setup = Setup(make=slow, widths=EQUAL, prefetch=prefetch, gather_seconds=0.006)
+    shortest: dict[tuple[str, str], int] = {}
     # A busy machine may delay a step, but not the same unit in each of them.
-    slowest = {unit: min(times) / 1e6 for unit, times in exposed.items()}
-    assert all(ms < 2.0 for ms in slowest.values()), slowest
+    for _ in range(3):
+        run = run_ranks(world_size, record_step, setup)[0]
+        forward, backward = waits_by_direction(run)
+        # The first layer's reduction is the last one, and the last layer's backward comes first.
+        hidden = {("forward", unit): forward[unit] for unit in run.layers[1:]}
+        hidden |= {("backward", unit): backward[unit] for unit in run.layers[1:-1]}
+        ends = {
+            ("forward", run.layers[0]): forward[run.layers[0]],
+            ("backward", run.layers[-1]): backward[run.layers[-1]],
+        }
+        for key, wait in (hidden | ends).items():
+            shortest[key] = min(wait, shortest.get(key, wait))
+    exposed = {key for key, wait in shortest.items() if wait > 4e6}
+    assert exposed == set(ends if prefetch else hidden | ends)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -123,11 +124,14 @@ class Comparison:
 
     def backward_sharded(self, batches: Sequence[Batch]) -> list[float]:
         losses = []
+        from fsdpx import no_sync
+
         for i, batch in enumerate(batches):
             last = i == len(batches) - 1
-            self.model.set_requires_gradient_sync(self.run.sync_each or last)
-            loss = loss_of(self.model, batch)
-            loss.backward()
+            wait = contextlib.nullcontext() if self.run.sync_each or last else no_sync(self.model)
+            with wait:
+                loss = loss_of(self.model, batch)
+                loss.backward()
             losses.append(loss.item())
         return losses
 
