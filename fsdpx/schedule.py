@@ -89,7 +89,7 @@ class Schedule:
         self._thread = 0  # that runs the outermost forward
         self._depth = 0  # nested forwards that are running
         self._tasks: set[int] = set()  # backwards that are running: nested ones have their own
-        # Gathered with gradients enabled since the last backward, in order of (latest) forwards.
+        # Ran with gradients enabled since the last backward, in the order in which forwards ended.
         self._participants: dict[Unit, None] = {}
         self._reduced_any = False
         self._accumulates = False  # whether a running backward computes gradients of units
@@ -215,9 +215,6 @@ class Schedule:
         if unit.pins == 1:
             unit.to_phase(Phase.FORWARD)
             unit.native.swap_in()
-        if not recompute and torch.is_grad_enabled() and any(unit.trainable):
-            self._participants.pop(unit, None)
-            self._participants[unit] = None
         if unit.comm.recorder.enabled:
             self._began[unit] = time.monotonic_ns()
 
@@ -251,6 +248,9 @@ class Schedule:
         recompute = current_backward() != NO_BACKWARD
         if not recompute:
             self._ended.append(unit)
+            if ok and torch.is_grad_enabled() and any(unit.trainable):
+                self._participants.pop(unit, None)
+                self._participants[unit] = None
         try:
             if ok and unit.storage is Storage.GATHERED:
                 unit.check_unedited()
