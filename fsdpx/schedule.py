@@ -26,45 +26,14 @@ import torch
 
 from . import _C
 from .comm import Communicator
+from .dtypes import dtype_code
 from .gradients import Gradients
 from .memory import Memory, Place, arena_bytes
+from .order import Order
 from .torch_private import NO_BACKWARD, current_backward
 from .unit import Phase, Storage, Unit
 
 _MAX_REDUCTIONS = 2  # in flight: one that runs, and one to follow it
-
-
-class Order:
-    """The units that a pass (all forwards of a step, or one backward) is expected to come to."""
-
-    def __init__(self) -> None:
-        self.known: list[Unit] = []
-        self._cursor = 0
-
-    def follow(self, known: Sequence[Unit]) -> None:
-        """Starts a pass that is expected to visit `known`."""
-        self.known, self._cursor = list(known), 0
-
-    def visit(self, unit: Unit) -> None:
-        """The pass has come to `unit`."""
-        for start in (self._cursor, 0):
-            if (position := self._find(unit, start)) is not None:
-                self._cursor = position + 1
-                return
-
-    def next(self, count: int) -> list[Unit]:
-        """The `count` units expected next."""
-        return self.known[self._cursor : self._cursor + count]
-
-    def expects(self, unit: Unit) -> bool:
-        """Whether the pass has yet to come to `unit`."""
-        return self._find(unit, self._cursor) is not None
-
-    def _find(self, unit: Unit, start: int) -> int | None:
-        try:
-            return self.known.index(unit, start)
-        except ValueError:
-            return None
 
 
 class Schedule:
@@ -185,6 +154,23 @@ class Schedule:
             if not unit.pins and not unit.kept_by_user and unit not in kept:
                 self.free(unit)
 
+    def _free_stale(self) -> None:
+        """Frees units that stayed gathered and whose shard has changed on any rank since.
+
+        Ranks agree on it: loading a checkpoint, say, writes nothing on a rank whose share is empty.
+        """
+        by_comm: dict[Communicator, list[Unit]] = {}
+        for unit in self._resident:
+            by_comm.setdefault(unit.comm, []).append(unit)
+        for comm, units in by_comm.items():
+            stale = torch.tensor([unit.is_stale for unit in units], dtype=torch.float32)
+            if comm.size > 1:
+                where = (stale.data_ptr(), dtype_code(stale.dtype), stale.numel())
+                units[0].wait(comm.native.all_reduce(comm.stream, units[0].name, 0, *where))
+            for unit, count in zip(units, stale.tolist(), strict=True):
+                if count and not unit.pins:
+                    self.free(unit)
+
     # ---- Forward
 
     def begin_forward(self, unit: Unit) -> None:
@@ -195,6 +181,7 @@ class Schedule:
         elif self._depth == 0:
             self._forward.follow(self._forward.known)
             self._forward_now, self._ended = [], []
+            self._free_stale()
             self._thread = threading.get_ident()
         elif threading.get_ident() != self._thread:
             raise RuntimeError(

@@ -356,14 +356,14 @@ class Unit:
         comm = self.comm
         if self._plan_gather is None:
             self._plan_gather = self._make_gather_plan()
-        generation = self.generation
+        generation = self.generation  # this rank's own: writes need not be alike on all ranks
         issue_ns = time.monotonic_ns()
         event = comm.native.all_gather(
             comm.stream,
             self._plan_gather,
             place.region,
             place.offset,
-            generation,
+            0,
             comm.recorder,
         )
         comm.in_flight.add(event, self.shards)

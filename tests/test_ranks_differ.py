@@ -98,3 +98,27 @@ def test_different_branches_are_an_error_that_names_both(kind: str, out_features
     for message in messages:
         assert "rank 0 does all_gather of unit 'first'" in message
         assert "rank 1 does all_gather of unit 'second'" in message
+
+
+def edit_and_forward(rank: int, world_size: int, kind: str, kept: bool) -> float:
+    """Writes to the shards, on rank 1 in more steps than on rank 0, between two forwards."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1, bias=False))
+    model = shard(copy.deepcopy(reference), kind)
+    model.set_reshard_after_forward(not kept)
+    x = inputs(0)
+    with torch.no_grad():
+        model(x)
+        for parameter in model.parameters():
+            local = parameter.to_local()
+            for piece in local.split(1 + 2 * (1 - rank)) if local.numel() else ():
+                piece.mul_(2.0)
+        for whole in reference.parameters():
+            whole.mul_(2.0)
+        return (model(x) - reference(x)).abs().max().item()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kept", [False, True])
+def test_writes_need_not_be_alike_on_all_ranks(kind: str, kept: bool) -> None:
+    assert run_ranks(2, edit_and_forward, kind, kept) == [0.0, 0.0]

@@ -34,7 +34,7 @@ PYTHON_ROWS = (
     ("parameter",),
     ("mesh",),
     ("unit",),
-    ("gradients", "collect"),
+    ("gradients", "collect", "order"),
     ("schedule",),
     ("hooks",),
     ("module", "describe"),

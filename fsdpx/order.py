@@ -1,0 +1,40 @@
+"""The order in which a pass over a model uses its units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .unit import Unit
+
+
+class Order:
+    """The units that a pass (all forwards of a step, or one backward) is expected to come to."""
+
+    def __init__(self) -> None:
+        self.known: list[Unit] = []
+        self._cursor = 0
+
+    def follow(self, known: Sequence[Unit]) -> None:
+        """Starts a pass that is expected to visit `known`."""
+        self.known, self._cursor = list(known), 0
+
+    def visit(self, unit: Unit) -> None:
+        """The pass has come to `unit`."""
+        for start in (self._cursor, 0):
+            if (position := self._find(unit, start)) is not None:
+                self._cursor = position + 1
+                return
+
+    def next(self, count: int) -> list[Unit]:
+        """The `count` units expected next."""
+        return self.known[self._cursor : self._cursor + count]
+
+    def expects(self, unit: Unit) -> bool:
+        """Whether the pass has yet to come to `unit`."""
+        return self._find(unit, self._cursor) is not None
+
+    def _find(self, unit: Unit, start: int) -> int | None:
+        try:
+            return self.known.index(unit, start)
+        except ValueError:
+            return None
