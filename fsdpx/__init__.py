@@ -13,6 +13,7 @@ check_native_build()  # before anything loads the native module
 from . import comm, gradients, hooks, memory, module, ops, order, schedule, unit
 from .describe import Description, describe
 from .errors import CommTimeout, DesyncError
+from .full_parameters import full_parameters
 from .fully_shard import fully_shard
 from .module import FSDPModule, UnshardHandle, no_sync, register_fsdp_forward_method
 from .parameter import ShardedTensor
@@ -35,6 +36,7 @@ __all__ = [
     "UnshardHandle",
     "comm",
     "describe",
+    "full_parameters",
     "fully_shard",
     "no_sync",
     "ops",

@@ -100,6 +100,8 @@ class Schedule:
             if unit.pins or not unit.is_stale:
                 self._touch(unit)
                 return
+            if unit.held:
+                unit.check_unedited()
             self.free(unit)
         if unit.gathered_bytes:
             unit.start_gather(self._place(unit))
@@ -132,6 +134,7 @@ class Schedule:
                 and not other.pins
                 and not other.native.num_holds
                 and other not in self._own
+                and not other.kept_by_user
             ):
                 return other
         return None
@@ -161,7 +164,8 @@ class Schedule:
         """
         by_comm: dict[Communicator, list[Unit]] = {}
         for unit in self._resident:
-            by_comm.setdefault(unit.comm, []).append(unit)
+            if not unit.held:  # inside full_parameters() ranks may run different forwards
+                by_comm.setdefault(unit.comm, []).append(unit)
         for comm, units in by_comm.items():
             stale = torch.tensor([unit.is_stale for unit in units], dtype=torch.float32)
             if comm.size > 1:
@@ -228,8 +232,9 @@ class Schedule:
         self._depth -= 1
         unit.pins -= 1
         if unit.pins == 0:
-            unit.kept_by_user = False  # unshard() lasts to the end of the next forward
-            unit.native.swap_out()
+            if not unit.held:
+                unit.kept_by_user = False  # unshard() lasts to the end of the next forward
+                unit.native.swap_out()
             unit.to_phase(Phase.IDLE)
         self._record_forward(unit)
         recompute = current_backward() != NO_BACKWARD
@@ -239,7 +244,7 @@ class Schedule:
                 self._participants.pop(unit, None)
                 self._participants[unit] = None
         try:
-            if ok and unit.storage is Storage.GATHERED:
+            if ok and unit.storage is Storage.GATHERED and not unit.held:
                 unit.check_unedited()
         finally:
             if unit.pins == 0 and not recompute:
@@ -250,7 +255,7 @@ class Schedule:
     def _after_forward(self, unit: Unit) -> None:
         if unit.num_calls % len(unit.modules):
             return  # one of several modules: the others need the unit too
-        if not self.is_kept(unit):
+        if not self.is_kept(unit) and not unit.kept_by_user:
             self.free(unit)
         elif torch.is_grad_enabled():
             unit.native.set_notify(True)  # its first read in backward starts the next gathers
@@ -399,9 +404,7 @@ class Schedule:
             self._free_unpinned(keep=[u for u in self._resident if not u.reshard_after_backward])
 
     def _settle(self) -> None:
-        for unit in reversed(
-            self.units
-        ):  # gradients that arrived, though not all that were expected
+        for unit in reversed(self.units):  # gradients came, though not all that were expected
             if any(unit.native.has_gradients()):
                 self._reduce(unit)
         if self._reduced_any:
@@ -429,9 +432,9 @@ class Schedule:
 
     def reshard(self, unit: Unit) -> None:
         """Frees a unit now, unless its forward runs."""
-        unit.kept_by_user = False
         if unit.pins:
             raise RuntimeError(f"fsdpx: unit '{unit.name}': reshard() while its forward runs")
+        unit.kept_by_user = unit.held = False
         unit.native.swap_out()
         self.free(unit)
 
@@ -443,6 +446,7 @@ class Schedule:
         self._participants.clear()
         for unit in self.units:
             unit.pins = 0
+            unit.kept_by_user = unit.held = False
             unit.phase = Phase.IDLE
             unit.native.swap_out()
             unit.native.forget_backward()
@@ -452,7 +456,7 @@ class Schedule:
     def close(self) -> None:
         """Gives all memory back: another schedule takes the units over."""
         for unit in self.units:
-            unit.kept_by_user = False
+            unit.kept_by_user = unit.held = False
             self.free(unit)
         for memory in self.memories.values():
             memory.release()

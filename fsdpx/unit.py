@@ -123,7 +123,8 @@ class Unit:
         self.was_read = False  # by a backward since the last reduction
         self.num_calls = 0  # forwards of its modules in this pass
         self.gathered: Pending | None = None
-        self.kept_by_user = False  # unshard() without reshard()
+        self.kept_by_user = False  # unshard() without reshard() or a forward since
+        self.held = False  # inside full_parameters(): forwards leave it gathered too
         self.trainable: list[bool] = [bool(_original(m).requires_grad) for m in parameters]
         self.layout = self._plan(self.trainable)
         self.gathered_bytes = self.layout.gathered_bytes
@@ -418,6 +419,22 @@ class Unit:
             begin, end = gathered.issue_ns, time.monotonic_ns()
             recorder.record("resident", self.name, "full", begin, begin, end, 0)
         return gathered.place
+
+    def write_back(self) -> None:
+        """Takes this rank's piece of every full parameter over into the shard, where it differs."""
+        if self.storage is not Storage.GATHERED or self.native.version() == self._version:
+            return
+        if self.is_stale:
+            self.check_unedited()  # both were edited: raises
+        with torch.no_grad():
+            for managed in self.parameters:
+                spec = managed.sharded._spec
+                full = managed.leaf.detach().reshape(-1)[spec.begin : spec.end]
+                piece = managed.sharded.to_local()
+                # Only what was edited: the rest would lose what the compute dtype cannot hold.
+                edited = full != piece.to(full.dtype)
+                if edited.any():
+                    piece[edited] = full[edited].to(piece.dtype)
 
     def check_unedited(self) -> None:
         """Raises if a full parameter was changed in place since it was gathered: the change would

@@ -37,7 +37,7 @@ PYTHON_ROWS = (
     ("gradients", "collect", "order"),
     ("schedule",),
     ("hooks",),
-    ("module", "describe"),
+    ("module", "describe", "full_parameters"),
     ("fully_shard",),
     ("timeline", "checkpoint"),
     ("__init__",),
