@@ -100,9 +100,8 @@ class Gradients:
         for number in self._segments():
             add = self._prepare(number)
             target = self.buffers[number].flat
-            if (
-                add and unit.replicate_comm is not None
-            ):  # only this step's sum goes through all replicas
+            if add and unit.replicate_comm is not None:
+                # Only this step's sum goes through all replicas.
                 target = added_later[number] = torch.empty_like(target)
                 add = False
             source = accumulated[number].data_ptr() if number in accumulated else 0
@@ -161,7 +160,9 @@ class Gradients:
             used = [a or b for a, b in zip(used, each.reduction.used, strict=True)]
             for number, flat in each.added_later.items():
                 self.buffers[number].flat.add_(flat)
-        *used, read = self._used_by_replicas(used)
+        if self.unit.replicate_comm is not None:
+            used = self.unit.on_any_rank(used, self.unit.replicate_comm)
+        *used, read = used
         for number in self.written:
             for index, gradient in self.buffers[number].gradients.items():
                 parameter = self.unit.parameters[index].sharded
@@ -170,15 +171,6 @@ class Gradients:
         self.written.clear()
         self._run_hooks(used)
         return any(used), read
-
-    def _used_by_replicas(self, used: list[bool]) -> list[bool]:
-        unit, replicas = self.unit, self.unit.replicate_comm
-        if replicas is None:
-            return used
-        counts = torch.tensor(used, dtype=torch.float32)
-        arguments = (counts.data_ptr(), dtype_code(counts.dtype), counts.numel())
-        unit.wait(replicas.native.all_reduce(unit.comm.stream, unit.name, 0, *arguments))
-        return [count > 0 for count in counts.tolist()]
 
     def drop(self) -> None:
         """Forgets the gradients of a backward that failed."""

@@ -26,7 +26,6 @@ import torch
 
 from . import _C
 from .comm import Communicator
-from .dtypes import dtype_code
 from .gradients import Gradients
 from .memory import Memory, Place, arena_bytes
 from .order import Order
@@ -167,12 +166,9 @@ class Schedule:
             if not unit.held:  # inside full_parameters() ranks may run different forwards
                 by_comm.setdefault(unit.comm, []).append(unit)
         for comm, units in by_comm.items():
-            stale = torch.tensor([unit.is_stale for unit in units], dtype=torch.float32)
-            if comm.size > 1:
-                where = (stale.data_ptr(), dtype_code(stale.dtype), stale.numel())
-                units[0].wait(comm.native.all_reduce(comm.stream, units[0].name, 0, *where))
-            for unit, count in zip(units, stale.tolist(), strict=True):
-                if count and not unit.pins:
+            stale = units[0].on_any_rank([unit.is_stale for unit in units], comm)
+            for unit, is_stale in zip(units, stale, strict=True):
+                if is_stale and not unit.pins:
                     self.free(unit)
 
     # ---- Forward
@@ -206,8 +202,7 @@ class Schedule:
         if unit.pins == 1:
             unit.to_phase(Phase.FORWARD)
             unit.native.swap_in()
-        if unit.comm.recorder.enabled:
-            self._began[unit] = time.monotonic_ns()
+        self._note_begin(unit)
 
     def _begin_pass(self, unit: Unit, recompute: bool) -> None:
         if recompute:
@@ -236,7 +231,7 @@ class Schedule:
                 unit.kept_by_user = False  # unshard() lasts to the end of the next forward
                 unit.native.swap_out()
             unit.to_phase(Phase.IDLE)
-        self._record_forward(unit)
+        self._record(unit, "forward")
         recompute = current_backward() != NO_BACKWARD
         if not recompute:
             self._ended.append(unit)
@@ -273,11 +268,16 @@ class Schedule:
         else:
             self._participants.clear()
 
-    def _record_forward(self, unit: Unit) -> None:
+    def _note_begin(self, unit: Unit) -> None:
+        if unit.comm.recorder.enabled:
+            self._began[unit] = time.monotonic_ns()
+
+    def _record(self, unit: Unit, operation: str) -> None:
+        """Records what has run since `_note_begin`."""
         recorder = unit.comm.recorder
         if recorder.enabled and unit in self._began:
             begin = self._began.pop(unit)
-            recorder.record("compute", unit.name, "forward", begin, begin, time.monotonic_ns(), 0)
+            recorder.record("compute", unit.name, operation, begin, begin, time.monotonic_ns(), 0)
 
     # ---- Backward
 
@@ -305,8 +305,7 @@ class Schedule:
         if unit.phase is not Phase.IDLE:
             return
         unit.to_phase(Phase.BACKWARD)
-        if unit.comm.recorder.enabled:
-            self._began[unit] = time.monotonic_ns()
+        self._note_begin(unit)
 
     def on_gradients(self, unit: Unit) -> None:
         """All gradients that the running backward computes for the unit are there."""
@@ -314,7 +313,7 @@ class Schedule:
         if self._backward.expects(unit):  # not read here, but perhaps elsewhere
             self._visit_in_backward(unit)
         self._reduce(unit)
-        self._record_backward(unit)
+        self._record(unit, "backward")
         if unit.phase is Phase.BACKWARD:
             unit.to_phase(Phase.IDLE)
         self._after_backward(unit)
@@ -364,12 +363,6 @@ class Schedule:
             self.gradients[self._reducing.pop(0)].wait()
         self._reducing.append(unit)
 
-    def _record_backward(self, unit: Unit) -> None:
-        recorder = unit.comm.recorder
-        if recorder.enabled and unit in self._began:
-            begin = self._began.pop(unit)
-            recorder.record("compute", unit.name, "backward", begin, begin, time.monotonic_ns(), 0)
-
     def _begin_backward(self) -> None:
         task = current_backward()
         if task in self._tasks or task == NO_BACKWARD:
@@ -398,7 +391,7 @@ class Schedule:
                 unit.native.forget_backward()
                 if not ok:
                     self.gradients[unit].drop()
-                self._record_backward(unit)
+                self._record(unit, "backward")
                 if unit.phase is Phase.BACKWARD:
                     unit.to_phase(Phase.IDLE)
             self._free_unpinned(keep=[u for u in self._resident if not u.reshard_after_backward])

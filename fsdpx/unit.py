@@ -169,18 +169,13 @@ class Unit:
 
     def _shard_originals(self) -> list[torch.Tensor]:
         """Keeps this rank's piece of every parameter and lets the originals go."""
-        shards = [
-            torch.zeros(s.shard_numel, dtype=_torch(s.dtype), device=self._shard_device())
-            for s in self.layout.segments
-        ]
+        shards = self._make_shards(self._shard_device())
         with torch.no_grad():
             for index, managed in enumerate(self.parameters):
                 original = _original(managed)
-                number, _ = self.layout.place(index)
-                start, length = self.layout.local_slice(index, self.group.rank)
                 ranges = self.layout.ranges(index)
                 begin, end = ranges[self.group.rank]
-                piece = shards[number][start : start + length]
+                piece = self._piece(shards, index)
                 if original.device.type != "meta":
                     piece.copy_(original.detach().reshape(-1)[begin:end])
                 group = self.group.process_group
@@ -189,6 +184,17 @@ class Unit:
                 managed.sharded._is_param = True
                 managed.original = None
         return shards
+
+    def _make_shards(self, device: torch.device) -> list[torch.Tensor]:
+        """One zeroed flat shard per segment."""
+        segments = self.layout.segments
+        return [torch.zeros(s.shard_numel, dtype=_torch(s.dtype), device=device) for s in segments]
+
+    def _piece(self, shards: Sequence[torch.Tensor], index: int) -> torch.Tensor:
+        """This rank's piece of parameter `index`: a view of its segment's shard."""
+        number, _ = self.layout.place(index)
+        start, length = self.layout.local_slice(index, self.group.rank)
+        return shards[number][start : start + length]
 
     def _shard_device(self) -> torch.device:
         devices = {_original(m).device.type for m in self.parameters}
@@ -318,34 +324,25 @@ class Unit:
         """Moves pieces that `Module._apply` replaced (`.to_empty()`, `.to()`) into the flat shards
         again.
         """
-        for managed in self.parameters:
-            number, _ = self.layout.place(self.parameters.index(managed))
+        for index, managed in enumerate(self.parameters):
+            number, _ = self.layout.place(index)
             local = managed.sharded.to_local()
             expected = self.layout.segments[number].dtype
             if local.dtype != expected:
                 raise RuntimeError(
                     f"fsdpx: parameter '{managed.name}' of unit '{self.name}' was converted from "
-                    f"{expected} to "
-                    f"{local.dtype} after fully_shard: convert the model before wrapping it, or "
-                    "use "
-                    "MixedPrecisionPolicy(param_dtype=...)"
+                    f"{expected} to {local.dtype} after fully_shard: convert the model before "
+                    "wrapping it, or use MixedPrecisionPolicy(param_dtype=...)"
                 )
             if local.device.type not in (self.device.type, "meta"):
                 raise RuntimeError(
                     f"fsdpx: parameter '{managed.name}' of unit '{self.name}' was moved to "
-                    f"{local.device} after "
-                    f"fully_shard; the unit's mesh is on {self.device}"
+                    f"{local.device} after fully_shard; the unit's mesh is on {self.device}"
                 )
         with torch.no_grad():
-            segments = self.layout.segments
-            self.shards = [
-                torch.zeros(s.shard_numel, dtype=_torch(s.dtype), device=self.device)
-                for s in segments
-            ]
+            self.shards = self._make_shards(self.device)
             for index, managed in enumerate(self.parameters):
-                number, _ = self.layout.place(index)
-                start, length = self.layout.local_slice(index, self.group.rank)
-                piece = self.shards[number][start : start + length]
+                piece = self._piece(self.shards, index)
                 if managed.sharded.to_local().device.type != "meta":
                     piece.copy_(managed.sharded.to_local())
                 managed.sharded._local = piece
@@ -377,8 +374,8 @@ class Unit:
             if shard.device.type == "meta":
                 raise RuntimeError(
                     f"fsdpx: unit '{self.name}' is still on the meta device: call "
-                    "model.to_empty(device=...) and "
-                    "initialise its parameters before the first forward"
+                    "model.to_empty(device=...) and initialise its parameters before the first "
+                    "forward"
                 )
             dtypes = (code(_torch(segment.dtype)), code(_torch(segment.compute_dtype)))
             pointer, numel = shard.data_ptr(), segment.shard_numel
@@ -406,6 +403,15 @@ class Unit:
         event.wait(WAIT_FOREVER)
         end = time.monotonic_ns()
         recorder.record("compute", self.name, "wait", begin, begin, end, 0)
+
+    def on_any_rank(self, flags: Sequence[bool], group: Communicator) -> list[bool]:
+        """Which of the flags are set on any rank of `group`; collective, in the order of issue."""
+        if group.size == 1:
+            return list(flags)
+        counts = torch.tensor(flags, dtype=torch.float32)
+        where = (counts.data_ptr(), code(counts.dtype), counts.numel())
+        self.wait(group.native.all_reduce(self.comm.stream, self.name, 0, *where))
+        return [count > 0 for count in counts.tolist()]
 
     def free(self) -> Place:
         """Detaches the full parameters; the caller gives the returned place back."""
@@ -445,9 +451,8 @@ class Unit:
             self._version = version
             raise RuntimeError(
                 f"fsdpx: unit '{self.name}': forward changed a gathered parameter in place; the "
-                "change would be "
-                "lost when the unit is freed. Change model.parameters() under torch.no_grad() "
-                "instead"
+                "change would be lost when the unit is freed. Change model.parameters() under "
+                "torch.no_grad() instead"
             )
 
     # ---- Called from autograd (csrc/torch_unit.cpp)

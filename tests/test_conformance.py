@@ -9,25 +9,12 @@ from ranks import run_ranks
 
 NUM_CASES = 52
 
-# Cases that fail for now, and why. One that passes must leave this table.
-NOT_YET: dict[str, str] = {}
-
-
-def parameters() -> list[object]:
-    return [
-        pytest.param(name, marks=pytest.mark.xfail(reason=NOT_YET[name], strict=True))
-        if name in NOT_YET
-        else name
-        for name in CASES
-    ]
-
 
 def test_number_of_cases() -> None:
     assert len(CASES) == NUM_CASES
-    assert set(NOT_YET) <= set(CASES)
 
 
-@pytest.mark.parametrize("name", parameters())
+@pytest.mark.parametrize("name", CASES)
 def test_case(name: str) -> None:
     wanted = CASES[name]
     outcomes = run_ranks(wanted.world_size, run_case, name, timeout=60)
