@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from .parameter import ShardedTensor
-from .unit import Managed, unit_of
+from .shards import Managed
+from .unit import unit_of
 
 
 def managed_modules(modules: Sequence[nn.Module]) -> set[nn.Module]:

@@ -22,8 +22,9 @@ from torch.utils import _pytree as pytree
 
 from . import _C
 from .schedule import Schedule
+from .shards import Managed
 from .torch_private import NO_BACKWARD, current_backward, leave_to_eager
-from .unit import Managed, Unit, unit_of, units
+from .unit import Unit, unit_of, units
 
 # ---- Attributes
 

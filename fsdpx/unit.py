@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +17,8 @@ from .dtypes import dtype_code as code
 from .layout import Granularity, ParameterInfo, UnitLayout, plan_unit
 from .memory import Place
 from .mesh import ShardGroup
-from .parameter import ShardedTensor, Spec
 from .policies import MixedPrecisionPolicy
+from .shards import Managed, Shards, original_of
 
 WAIT_FOREVER = 1e8  # seconds: the communicators' own limits end every collective
 
@@ -67,27 +67,6 @@ class UnitOptions:
     granularity: Granularity
 
 
-@dataclass
-class Managed:
-    """One parameter of a unit.
-
-    Attributes:
-        name: As seen from the unit's module.
-        original: The parameter before sharding; None once it is sharded.
-        owners: Every (module, attribute) that holds it.
-        sharded: What `module.parameters()` yields.
-        leaf: The full parameter: a permanent view of the unit's storage.
-        watched: Whether its gradients are counted.
-    """
-
-    name: str
-    original: nn.Parameter | None
-    owners: list[tuple[nn.Module, str]]
-    sharded: ShardedTensor = field(init=False)
-    leaf: nn.Parameter = field(init=False)
-    watched: bool = False
-
-
 class Pending(NamedTuple):
     """A gather, in flight or attached: its place and the end of its collective together."""
 
@@ -125,10 +104,10 @@ class Unit:
         self.gathered: Pending | None = None
         self.kept_by_user = False  # unshard() without reshard() or a forward since
         self.held = False  # inside full_parameters(): forwards leave it gathered too
-        self.trainable: list[bool] = [bool(_original(m).requires_grad) for m in parameters]
+        self.trainable: list[bool] = [bool(original_of(m).requires_grad) for m in parameters]
         self.layout = self._plan(self.trainable)
         self.gathered_bytes = self.layout.gathered_bytes
-        self.shards = self._shard_originals()
+        self.shards = Shards(parameters, self.layout, group, device)
         self.native = self._make_native()
         self._make_leaves()
         self._nothing = torch.empty(1)  # what a unit without elements is attached to, for good
@@ -138,7 +117,6 @@ class Unit:
         self._plan_gather: _C.GatherPlan | None = None
         self._comm: Communicator | None = None
         self._replicate_comm: Communicator | None = None
-        self._pieces = [m.sharded.to_local() for m in parameters]
         self.reshard_after_forward = options.reshard_after_forward
         self.reshard_after_backward = True
         self.requires_gradient_sync = True
@@ -154,7 +132,7 @@ class Unit:
         policy = self.options.mp_policy
         infos = []
         for managed, trains in zip(self.parameters, trainable, strict=True):
-            original = _original(managed)
+            original = original_of(managed)
             infos.append(
                 ParameterInfo(
                     managed.name,
@@ -166,39 +144,6 @@ class Unit:
                 )
             )
         return plan_unit(infos, self.group.size, self.options.granularity)
-
-    def _shard_originals(self) -> list[torch.Tensor]:
-        """Keeps this rank's piece of every parameter and lets the originals go."""
-        shards = self._make_shards(self._shard_device())
-        with torch.no_grad():
-            for index, managed in enumerate(self.parameters):
-                original = _original(managed)
-                ranges = self.layout.ranges(index)
-                begin, end = ranges[self.group.rank]
-                piece = self._piece(shards, index)
-                if original.device.type != "meta":
-                    piece.copy_(original.detach().reshape(-1)[begin:end])
-                group = self.group.process_group
-                spec = Spec(managed.name, tuple(original.shape), ranges, self.group.rank, group)
-                managed.sharded = ShardedTensor(piece, spec, original.requires_grad)
-                managed.sharded._is_param = True
-                managed.original = None
-        return shards
-
-    def _make_shards(self, device: torch.device) -> list[torch.Tensor]:
-        """One zeroed flat shard per segment."""
-        segments = self.layout.segments
-        return [torch.zeros(s.shard_numel, dtype=_torch(s.dtype), device=device) for s in segments]
-
-    def _piece(self, shards: Sequence[torch.Tensor], index: int) -> torch.Tensor:
-        """This rank's piece of parameter `index`: a view of its segment's shard."""
-        number, _ = self.layout.place(index)
-        start, length = self.layout.local_slice(index, self.group.rank)
-        return shards[number][start : start + length]
-
-    def _shard_device(self) -> torch.device:
-        devices = {_original(m).device.type for m in self.parameters}
-        return torch.device("meta") if devices == {"meta"} else self.device
 
     def _make_native(self) -> _C.Unit:
         segments = []
@@ -273,7 +218,7 @@ class Unit:
     @property
     def generation(self) -> int:
         """Moves with every in-place change of the shards."""
-        return sum(shard._version for shard in self.shards)
+        return self.shards.generation
 
     @property
     def is_stale(self) -> bool:
@@ -304,10 +249,8 @@ class Unit:
         """Takes over what the user changed between steps: `requires_grad`, moved or replaced
         pieces.
         """
-        for managed, piece in zip(self.parameters, self._pieces, strict=True):
-            if managed.sharded.to_local() is not piece:
-                self._rehome()
-                break
+        if self.shards.rehome(self.name):
+            self._plan_gather = None
         now = [managed.sharded.requires_grad for managed in self.parameters]
         if now != self.trainable:
             self._set_trainable(now)
@@ -319,35 +262,6 @@ class Unit:
             if trains and not managed.watched:
                 self.native.watch(index)
                 managed.watched = True
-
-    def _rehome(self) -> None:
-        """Moves pieces that `Module._apply` replaced (`.to_empty()`, `.to()`) into the flat shards
-        again.
-        """
-        for index, managed in enumerate(self.parameters):
-            number, _ = self.layout.place(index)
-            local = managed.sharded.to_local()
-            expected = self.layout.segments[number].dtype
-            if local.dtype != expected:
-                raise RuntimeError(
-                    f"fsdpx: parameter '{managed.name}' of unit '{self.name}' was converted from "
-                    f"{expected} to {local.dtype} after fully_shard: convert the model before "
-                    "wrapping it, or use MixedPrecisionPolicy(param_dtype=...)"
-                )
-            if local.device.type not in (self.device.type, "meta"):
-                raise RuntimeError(
-                    f"fsdpx: parameter '{managed.name}' of unit '{self.name}' was moved to "
-                    f"{local.device} after fully_shard; the unit's mesh is on {self.device}"
-                )
-        with torch.no_grad():
-            self.shards = self._make_shards(self.device)
-            for index, managed in enumerate(self.parameters):
-                piece = self._piece(self.shards, index)
-                if managed.sharded.to_local().device.type != "meta":
-                    piece.copy_(managed.sharded.to_local())
-                managed.sharded._local = piece
-        self._pieces = [m.sharded.to_local() for m in self.parameters]
-        self._plan_gather = None
 
     def start_gather(self, place: Place) -> None:
         """Issues the all-gather into `place`."""
@@ -364,13 +278,13 @@ class Unit:
             0,
             comm.recorder,
         )
-        comm.in_flight.add(event, self.shards)
+        comm.in_flight.add(event, self.shards.flat)
         self.gathered = Pending(event, place, generation, issue_ns)
         self._move(Storage.GATHERING)
 
     def _make_gather_plan(self) -> _C.GatherPlan:
         segments = []
-        for segment, shard in zip(self.layout.segments, self.shards, strict=True):
+        for segment, shard in zip(self.layout.segments, self.shards.flat, strict=True):
             if shard.device.type == "meta":
                 raise RuntimeError(
                     f"fsdpx: unit '{self.name}' is still on the meta device: call "
@@ -483,11 +397,6 @@ def communicators(model: nn.Module) -> list[Communicator]:
     yet.
     """
     return list(dict.fromkeys(unit.comm for unit in units(model)))
-
-
-def _original(managed: Managed) -> nn.Parameter:
-    assert managed.original is not None
-    return managed.original
 
 
 def _torch(dtype: Any) -> torch.dtype:

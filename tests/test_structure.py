@@ -33,6 +33,7 @@ PYTHON_ROWS = (
     ("memory",),
     ("parameter",),
     ("mesh",),
+    ("shards",),
     ("unit",),
     ("gradients", "collect", "order"),
     ("schedule",),

@@ -1,0 +1,148 @@
+"""This rank's share of a unit: one flat tensor per segment, and the parameters that view it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from .layout import UnitLayout
+from .mesh import ShardGroup
+from .parameter import ShardedTensor, Spec
+
+
+@dataclass
+class Managed:
+    """One parameter of a unit.
+
+    Attributes:
+        name: As seen from the unit's module.
+        original: The parameter before sharding; None once it is sharded.
+        owners: Every (module, attribute) that holds it.
+        sharded: What `module.parameters()` yields.
+        leaf: The full parameter: a permanent view of the unit's storage.
+        watched: Whether its gradients are counted.
+    """
+
+    name: str
+    original: nn.Parameter | None
+    owners: list[tuple[nn.Module, str]]
+    sharded: ShardedTensor = field(init=False)
+    leaf: nn.Parameter = field(init=False)
+    watched: bool = False
+
+
+class Shards:
+    """The flat shards of a unit on this rank.
+
+    Attributes:
+        flat: One 1-D tensor per segment, `shard_numel` elements of the original dtype.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Managed],
+        layout: UnitLayout,
+        group: ShardGroup,
+        device: torch.device,
+    ) -> None:
+        self._parameters = parameters
+        self._layout = layout
+        self._group = group
+        self._device = device
+        self.flat = self._make_flat(self._device_of_originals())
+        self._take_originals()
+        self._pieces = [managed.sharded.to_local() for managed in parameters]
+
+    def _device_of_originals(self) -> torch.device:
+        devices = {original_of(managed).device.type for managed in self._parameters}
+        return torch.device("meta") if devices == {"meta"} else self._device
+
+    def _make_flat(self, device: torch.device) -> list[torch.Tensor]:
+        """One zeroed flat shard per segment."""
+        made = []
+        for segment in self._layout.segments:
+            dtype: Any = segment.dtype
+            made.append(torch.zeros(segment.shard_numel, dtype=dtype, device=device))
+        return made
+
+    def _take_originals(self) -> None:
+        """Keeps this rank's piece of every parameter and lets the originals go."""
+        rank, group = self._group.rank, self._group.process_group
+        with torch.no_grad():
+            for index, managed in enumerate(self._parameters):
+                original = original_of(managed)
+                ranges = self._layout.ranges(index)
+                begin, end = ranges[rank]
+                piece = self._piece(index)
+                if original.device.type != "meta":
+                    piece.copy_(original.detach().reshape(-1)[begin:end])
+                spec = Spec(managed.name, tuple(original.shape), ranges, rank, group)
+                managed.sharded = ShardedTensor(piece, spec, original.requires_grad)
+                managed.sharded._is_param = True
+                managed.original = None
+
+    def _piece(self, index: int) -> torch.Tensor:
+        """This rank's piece of parameter `index`: a view of its segment's shard."""
+        number, _ = self._layout.place(index)
+        start, length = self._layout.local_slice(index, self._group.rank)
+        return self.flat[number][start : start + length]
+
+    @property
+    def generation(self) -> int:
+        """Moves with every in-place change."""
+        return sum(flat._version for flat in self.flat)
+
+    def rehome(self, unit: str) -> bool:
+        """Moves pieces that `Module._apply` replaced (`.to_empty()`, `.to()`) into new flat shards.
+
+        Args:
+            unit: The unit's name, for messages.
+
+        Returns:
+            Whether there were any.
+
+        Raises:
+            RuntimeError: A piece has another dtype, or is on another device.
+        """
+        for managed, piece in zip(self._parameters, self._pieces, strict=True):
+            if managed.sharded.to_local() is not piece:
+                break
+        else:
+            return False
+        for index, managed in enumerate(self._parameters):
+            self._check_replaced(unit, index, managed)
+        with torch.no_grad():
+            self.flat = self._make_flat(self._device)
+            for index, managed in enumerate(self._parameters):
+                piece = self._piece(index)
+                if managed.sharded.to_local().device.type != "meta":
+                    piece.copy_(managed.sharded.to_local())
+                managed.sharded._local = piece
+        self._pieces = [managed.sharded.to_local() for managed in self._parameters]
+        return True
+
+    def _check_replaced(self, unit: str, index: int, managed: Managed) -> None:
+        number, _ = self._layout.place(index)
+        local = managed.sharded.to_local()
+        expected = self._layout.segments[number].dtype
+        if local.dtype != expected:
+            raise RuntimeError(
+                f"fsdpx: parameter '{managed.name}' of unit '{unit}' was converted from "
+                f"{expected} to {local.dtype} after fully_shard: convert the model before "
+                "wrapping it, or use MixedPrecisionPolicy(param_dtype=...)"
+            )
+        if local.device.type not in (self._device.type, "meta"):
+            raise RuntimeError(
+                f"fsdpx: parameter '{managed.name}' of unit '{unit}' was moved to "
+                f"{local.device} after fully_shard; the unit's mesh is on {self._device}"
+            )
+
+
+def original_of(managed: Managed) -> nn.Parameter:
+    """The parameter before sharding."""
+    assert managed.original is not None
+    return managed.original
