@@ -81,8 +81,8 @@ class Conversion {
     const bool arithmetic = is_floating(from) && is_floating(to);
     check(arithmetic || (from == to && scale == 1.0 && !accumulate), operation, ": ", name(from),
           " to ", name(to), " with scale ", scale, accumulate ? " and accumulation" : "",
-          " is not supported; types other than float32, float64, float16 and bfloat16 can only be "
-          "copied as they are");
+          " is not supported; types other than float32, float64, float16, bfloat16, float8_e4m3fn "
+          "and float8_e5m2 can only be copied as they are");
   }
 
   bool copies() const { return from_ == to_ && scale_ == 1.0 && !accumulate_; }
@@ -308,7 +308,7 @@ void reduce(std::span<const void* const> srcs, DType from, void* dst, DType to, 
   check_numel("reduce", numel);
   check(!srcs.empty(), "reduce: there are no sources; give at least one");
   check(srcs.size() == 1 || is_floating(from), "reduce: ", name(from),
-        " cannot be added; only float32, float64, float16 and bfloat16 can");
+        " cannot be added; only floating types can");
   if (numel == 0) return;
   conversion.check_destination("destination", 0, dst);
   for (size_t k = 0; k < srcs.size(); ++k) {

@@ -2,9 +2,10 @@
 
 Every function reads and writes memory once. Values are widened to float32 (float64 when either side
 is float64), multiplied by `scale`, added to the widened old value when `accumulate`, and rounded
-once to nearest even; a NaN result is the quiet NaN of its type. Copies between equal dtypes with
-`scale` 1 keep every bit. Dtypes other than float32, float64, float16 and bfloat16 can only be
-copied so.
+once to nearest even; a NaN result is the quiet NaN of its type. float8_e4m3fn saturates: values
+beyond 448, infinity too, become 448 (as in `Tensor.to`); other dtypes overflow to infinity. Copies
+between equal dtypes with `scale` 1 keep every bit. Dtypes other than float32, float64, float16,
+bfloat16, float8_e4m3fn and float8_e5m2 can only be copied so.
 
 Arguments are tensors or anything with `__dlpack__` (numpy and cupy arrays), all on one device. They
 may have any shape and strides: what is not contiguous goes through a contiguous copy. Nothing here
@@ -118,8 +119,8 @@ class _Call:
         if not arithmetic and not plain:
             raise self.fail(
                 f"{src.name} is {from_dtype} and {dst.name} {to_dtype} (scale={self.scale}, "
-                f"accumulate={self.accumulate}); dtypes other than float32, float64, float16 and "
-                "bfloat16 can only be copied as they are"
+                f"accumulate={self.accumulate}); dtypes other than float32, float64, float16, "
+                "bfloat16, float8_e4m3fn and float8_e5m2 can only be copied as they are"
             )
         self.check_apart(src, dst)
 

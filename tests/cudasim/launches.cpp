@@ -107,6 +107,15 @@ int sim_convert(const fsdpx::cuda::Piece* pieces, int64_t count, int from, int t
   });
 }
 
+int sim_gather(const fsdpx::cuda::GatherPiece* pieces, int64_t count, void* const* peers,
+               int64_t num_peers, int from, int to, char* message, int size) {
+  return guarded(message, size, [&] {
+    fsdpx::cuda::gather({pieces, static_cast<size_t>(count)},
+                        {peers, static_cast<size_t>(num_peers)}, static_cast<fsdpx::DType>(from),
+                        static_cast<fsdpx::DType>(to), nullptr);
+  });
+}
+
 int sim_reduce(const void* const* srcs, int64_t count, int from, void* dst, int to, int64_t numel,
                double scale, int accumulate, void* stream, char* message, int size) {
   return guarded(message, size, [&] {

@@ -34,7 +34,9 @@ class Memory:
         self.writer = np.zeros(nbytes, np.int64)  # launch << 40 | thread, of the last write
         self.launches = 0
         self.top = RED_ZONE
-        self.moved: Counter[tuple[str, int]] = Counter()  # ("ld" or "st", width) -> bytes
+        # By "ld" or "st" and width: bytes, and sectors of 32 bytes that the warps' requests touch.
+        self.moved: Counter[tuple[str, int]] = Counter()
+        self.sectors: Counter[tuple[str, int]] = Counter()
 
     def allocate(self, nbytes: int, *, shift: int = 0) -> int:
         """The address of `nbytes` uninitialised bytes, `shift` bytes after a multiple of 256."""
@@ -164,7 +166,9 @@ class Threads:
         writer = memory.writer[span]
         others = (writer >> 40 == memory.launches) & (writer != self.stamp()[:, None])
         refuse(others.any(axis=1), "race: another thread wrote here")
-        memory.moved[instruction.op[0], nbytes] += len(offsets) * nbytes
+        kind = instruction.op[0], nbytes
+        memory.moved[kind] += len(offsets) * nbytes
+        memory.sectors[kind] += len(np.unique((self.ids[self.active] // 32 << 40) + offsets // 32))
         return offsets
 
     # ---- Control flow

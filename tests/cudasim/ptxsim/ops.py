@@ -234,10 +234,24 @@ def store(threads: Threads, instruction: Instruction) -> None:
     threads.store_global(instruction, bits // 8, columns)
 
 
+def shuffle(threads: Threads, instruction: Instruction) -> None:
+    """shfl.sync.bfly of whole warps, which must be here together."""
+    if instruction.op != ("shfl", "sync", "bfly", "b32"):
+        raise Unsupported(instruction.text)
+    value, mask, clamp, members = (threads.source(arg, "u", 32) for arg in instruction.args[1:5])
+    if (clamp != 31).any() or (members != 0xFFFFFFFF).any():
+        raise Unsupported(instruction.text)
+    if len(threads.active) % 32 or (threads.active.reshape(-1, 32) % 32 != np.arange(32)).any():
+        raise Unsupported(f"not all threads of a warp reached `{instruction.text}` together")
+    lanes = np.arange(len(value))
+    threads.put(instruction.args[0], value[lanes ^ mask.astype(np.int64)])
+
+
 OPERATIONS: dict[str, Callable[[Threads, Instruction], None]] = {
     "add": arithmetic(np.add),
     "sub": arithmetic(np.subtract),
     "min": arithmetic(np.minimum),
+    "max": arithmetic(np.maximum),
     "mul": multiply,
     "neg": negate,
     "and": logic(np.bitwise_and),
@@ -254,4 +268,5 @@ OPERATIONS: dict[str, Callable[[Threads, Instruction], None]] = {
     "cvta": to_global,
     "ld": load,
     "st": store,
+    "shfl": shuffle,
 }

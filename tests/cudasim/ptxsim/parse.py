@@ -100,6 +100,8 @@ class Kernel:
         text = text.strip()
         if text in self.registers:
             return Register(text)
+        if "|" in text:  # a register and a predicate that is not looked at
+            return self._operand(text.split("|")[0])
         if text.startswith("{"):
             parts = [self._operand(part) for part in text[1:-1].split(",")]
             return Vector(tuple(p for p in parts if isinstance(p, Register | Immediate)))
@@ -121,7 +123,7 @@ _STATEMENT = re.compile(r"[\s{}]*(?:([$\w]+)\s*:|([^;:{}]*(?:\{[^{};]*\}[^;{}]*)
 _OPERAND = re.compile(r"\{[^{}]*\}|\[[^\]]*\]|[^,\s]+")
 _ENTRY = re.compile(
     r"\.entry\s+(\w+)\s*\(\s*\.param\s+\.align\s+\d+\s+\.b8\s+(\w+)\[(\d+)\]\s*\)"
-    r"\s*\.maxntid\s+(\d+), 1, 1\s*\{(.*?)\n\}",
+    r"\s*\.maxntid\s+(\d+), 1, 1\s*(?:\.minnctapersm \d+\s*)?\{(.*?)\n\}",
     re.DOTALL,
 )
 
