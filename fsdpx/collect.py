@@ -51,15 +51,11 @@ def collect(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[Ma
 
 
 def _check_parameter(path: str, parameter: torch.Tensor) -> None:
-    taken = parameter.__dict__.get("_fsdpx_taken")
-    if taken is None and isinstance(parameter, ShardedTensor):
-        taken = ("another module", parameter._spec.name)
-    if taken is not None:
-        unit, other = taken
+    if isinstance(parameter, ShardedTensor):
         raise ValueError(
-            f"fully_shard: parameter '{path}' is shared with '{other}', which is already in the "
-            f"unit of {unit}: shard "
-            "the module that encloses both first, without sharding them on their own"
+            f"fully_shard: parameter '{path}' is shared with '{parameter._spec.name}', which is "
+            f"already in the unit of {parameter._module or 'another module'}: shard the module "
+            "that encloses both, without sharding them on their own"
         )
     if parameter.layout is not torch.strided:
         raise ValueError(

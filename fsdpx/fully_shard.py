@@ -84,8 +84,6 @@ def fully_shard(  # type: ignore[misc]  # the overloads leave the options to thi
     group, device = resolve_mesh(mesh, comm)
     parameters = collect(modules, ignored_params or set())
     originals = {id(managed.original): managed for managed in parameters}
-    for managed in parameters:
-        managed.original.__dict__["_fsdpx_taken"] = (type(modules[0]).__name__, managed.name)
     with torch.inference_mode(False):  # shards are written to in training
         unit = Unit(modules, parameters, group, options, device)
     install_parameters(unit)

@@ -166,6 +166,8 @@ class Unit:
             flat = self.native.segment(offset, entry.numel, dtype)
             view = flat.view(managed.sharded.shape)
             managed.leaf = nn.Parameter(view, requires_grad=managed.sharded.requires_grad)
+            managed.traits.give_to(managed.leaf)
+            managed.sharded._leaf, managed.sharded._module = managed.leaf, self.class_name
             self.native.add_leaf(managed.leaf)
             if managed.sharded.requires_grad:
                 self.native.watch(index)
