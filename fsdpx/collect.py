@@ -9,17 +9,20 @@ from torch import nn
 
 from .parameter import ShardedTensor
 from .shards import Managed
-from .unit import unit_of
+from .unit import Unit, unit_of
 
 
-def managed_modules(modules: Sequence[nn.Module]) -> set[nn.Module]:
-    """The modules whose parameters belong to the unit: all below, except below units of their
-    own.
+def managed_modules(modules: Sequence[nn.Module], own: Unit | None = None) -> set[nn.Module]:
+    """The modules whose parameters belong to a unit: all below, except below other units.
+
+    Args:
+        modules: That the unit is, or will be, made of.
+        own: The unit, if it is made.
     """
     found: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> None:
-        if module in found or unit_of(module) is not None:
+        if module in found or unit_of(module) not in (None, own):
             return
         found.add(module)
         for child in module.children():

@@ -124,6 +124,10 @@ class Unit:
         self.forward_prefetch: Sequence[Unit] | None = None  # chosen by the user
         self.backward_prefetch: Sequence[Unit] | None = None
         self.listener: Any = None  # the schedule
+        self.changed = False  # parameters or modules were registered since the last forward
+        self.ignored: dict[int, nn.Parameter] = {}  # by id: parameters that are left alone
+        self.dictionaries: list[Any] = []  # the native half borrows them
+        self.containers = [(m, len(m._modules)) for m in containers(modules)]
         self.native.set_owner(self)
 
     # ---- Initialization
@@ -386,6 +390,12 @@ class Unit:
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit that `fully_shard` made of `module` (alone or in a list), or None."""
     return module.__dict__.get("_fsdpx_unit")
+
+
+def containers(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those among all modules below that take modules in without registering them (`insert`)."""
+    kinds = (nn.ModuleList, nn.Sequential)
+    return [m for module in modules for m in module.modules() if isinstance(m, kinds)]
 
 
 def units(model: nn.Module) -> list[Unit]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from fsdpx.parameter.tensor import ShardedTensor

@@ -129,7 +129,8 @@ class ShardedTensor(torch.Tensor):
                 f"{self._spec.name!r} is no parameter of a sharded module: autograd computes no "
                 "gradient of it, so register_hook() would do nothing"
             )
-        return self._leaf.register_hook(hook)
+        leaf: Any = self._leaf
+        return leaf.register_hook(hook)
 
     # ---- what can't work ----
 
