@@ -66,7 +66,7 @@ class UnitOptions:
     reshard_after_forward: bool | None
     prefetch: int
     granularity: Granularity
-    zero_stage: int
+    zero_stage: int = 3
 
 
 class Pending(NamedTuple):
