@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .collect import collect, managed_modules
 from .hooks import install_parameters, replace_in_lists, sharded_class
 from .layout import Granularity
-from .mesh import resolve_mesh
+from .mesh import ShardGroup, resolve_mesh
 from .module import FSDPModule
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .probe import check_torch
@@ -82,7 +82,21 @@ def fully_shard(  # type: ignore[misc]  # the overloads leave the options to thi
     _check_options(options, shard_placement_fn, offload_policy, zero_stage, comm)
     _check_modules(modules)
     group, device = resolve_mesh(mesh, comm)
-    parameters = collect(modules, ignored_params or set())
+    make_unit(modules, group, device, options, ignored_params or set())
+    for each in modules:
+        each.__class__ = sharded_class(type(each), FSDPModule)
+    return module
+
+
+def make_unit(
+    modules: Sequence[nn.Module],
+    group: ShardGroup,
+    device: torch.device,
+    options: UnitOptions,
+    ignored: set[nn.Parameter],
+) -> Unit:
+    """Makes one unit of the modules' parameters; whoever calls the modules runs it."""
+    parameters = collect(modules, ignored)
     originals = {id(managed.original): managed for managed in parameters}
     for managed in parameters:
         managed.original.__dict__["_fsdpx_taken"] = (type(modules[0]).__name__, managed.name)
@@ -93,8 +107,7 @@ def fully_shard(  # type: ignore[misc]  # the overloads leave the options to thi
     _move_buffers(modules, device)
     for each in modules:
         each.__dict__["_fsdpx_unit"] = unit
-        each.__class__ = sharded_class(type(each), FSDPModule)
-    return module
+    return unit
 
 
 def _check_options(
