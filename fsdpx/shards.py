@@ -53,6 +53,7 @@ class Shards:
         self._layout = layout
         self._group = group
         self._device = device
+        self._earlier = 0  # generation of shards that `rehome` has replaced
         self.flat = self._make_flat(self._device_of_originals())
         self._take_originals()
         self._pieces = [managed.sharded.to_local() for managed in parameters]
@@ -93,8 +94,8 @@ class Shards:
 
     @property
     def generation(self) -> int:
-        """Moves with every in-place change."""
-        return sum(flat._version for flat in self.flat)
+        """Moves with every in-place change and with `rehome`."""
+        return self._earlier + sum(flat._version for flat in self.flat)
 
     def rehome(self, unit: str) -> bool:
         """Moves pieces that `Module._apply` replaced (`.to_empty()`, `.to()`) into new flat shards.
@@ -115,6 +116,7 @@ class Shards:
             return False
         for index, managed in enumerate(self._parameters):
             self._check_replaced(unit, index, managed)
+        self._earlier = self.generation + 1
         with torch.no_grad():
             self.flat = self._make_flat(self._device)
             for index, managed in enumerate(self._parameters):

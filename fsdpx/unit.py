@@ -19,6 +19,7 @@ from .memory import Place
 from .mesh import ShardGroup
 from .policies import MixedPrecisionPolicy
 from .shards import Managed, Shards, original_of
+from .zero import ZeroPolicy
 
 WAIT_FOREVER = 1e8  # seconds: the communicators' own limits end every collective
 
@@ -65,6 +66,7 @@ class UnitOptions:
     reshard_after_forward: bool | None
     prefetch: int
     granularity: Granularity
+    zero_stage: int = 3
 
 
 class Pending(NamedTuple):
@@ -117,9 +119,7 @@ class Unit:
         self._plan_gather: _C.GatherPlan | None = None
         self._comm: Communicator | None = None
         self._replicate_comm: Communicator | None = None
-        self.reshard_after_forward = options.reshard_after_forward
-        self.reshard_after_backward = True
-        self.requires_gradient_sync = True
+        self.zero = ZeroPolicy(options.zero_stage, options.reshard_after_forward)
         self.gradient_divisor: float = group.size * group.num_replicas
         self.forward_prefetch: Sequence[Unit] | None = None  # chosen by the user
         self.backward_prefetch: Sequence[Unit] | None = None
@@ -206,9 +206,17 @@ class Unit:
     @property
     def wire_bytes(self) -> int:
         """Bytes of the unit's packed gradients as they travel."""
+        if self.zero.stage == 1:
+            return self.accumulated_bytes
         policy = self.options.mp_policy
         segments = [s for s in self.layout.segments if s.trainable]
         return sum(s.numel * policy.wire_dtype(_torch(s.dtype)).itemsize for s in segments)
+
+    @property
+    def accumulated_bytes(self) -> int:
+        """Bytes of full gradients that are added up in the reduce dtype."""
+        segments = [s for s in self.layout.segments if s.trainable]
+        return sum(s.numel * _torch(s.reduce_dtype).itemsize for s in segments)
 
     @property
     def is_gathered(self) -> bool:
