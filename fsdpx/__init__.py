@@ -12,7 +12,19 @@ check_native_build()  # before anything loads the native module
 
 from typing import TYPE_CHECKING, Any
 
-from . import comm, gradients, hooks, memory, module, ops, order, schedule, unit
+from . import (
+    attributes,
+    changes,
+    comm,
+    gradients,
+    hooks,
+    memory,
+    module,
+    ops,
+    order,
+    schedule,
+    unit,
+)
 from .describe import Description, describe
 from .errors import CommTimeout, DesyncError
 from .full_parameters import full_parameters
@@ -23,7 +35,6 @@ from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .timeline import record_timeline
 from .torch_private import leave_to_eager
 
-leave_to_eager(gradients, hooks, memory, module, order, schedule, unit)
 if TYPE_CHECKING:
     from .fsdp1 import (
         BackwardPrefetch,
@@ -47,6 +58,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'fsdpx' has no attribute '{name}'")
 
 
+leave_to_eager(attributes, changes, gradients, hooks, memory, module, order, schedule, unit)
 leave_to_eager(comm, comm.c10d, comm.choose, comm.communicator, comm.shm)
 
 __all__ = [

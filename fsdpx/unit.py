@@ -124,6 +124,10 @@ class Unit:
         self.forward_prefetch: Sequence[Unit] | None = None  # chosen by the user
         self.backward_prefetch: Sequence[Unit] | None = None
         self.listener: Any = None  # the schedule
+        self.changed = False  # parameters or modules were registered since the last forward
+        self.ignored: dict[int, nn.Parameter] = {}  # by id: parameters that are left alone
+        self.dictionaries: list[Any] = []  # the native half borrows them
+        self.containers = [(m, len(m._modules)) for m in containers(modules)]
         self.native.set_owner(self)
 
     # ---- Initialization
@@ -166,6 +170,8 @@ class Unit:
             flat = self.native.segment(offset, entry.numel, dtype)
             view = flat.view(managed.sharded.shape)
             managed.leaf = nn.Parameter(view, requires_grad=managed.sharded.requires_grad)
+            managed.traits.give_to(managed.leaf)
+            managed.sharded._leaf, managed.sharded._module = managed.leaf, self.class_name
             self.native.add_leaf(managed.leaf)
             if managed.sharded.requires_grad:
                 self.native.watch(index)
@@ -392,6 +398,12 @@ class Unit:
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit that `fully_shard` made of `module` (alone or in a list), or None."""
     return module.__dict__.get("_fsdpx_unit")
+
+
+def containers(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those among all modules below that take modules in without registering them (`insert`)."""
+    kinds = (nn.ModuleList, nn.Sequential)
+    return [m for module in modules for m in module.modules() if isinstance(m, kinds)]
 
 
 def units(model: nn.Module) -> list[Unit]:

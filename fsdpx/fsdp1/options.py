@@ -20,11 +20,14 @@ from fsdpx.policies import MixedPrecisionPolicy
 from fsdpx.unit import UnitOptions
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
-KEEPS_GATHERED = (
-    ShardingStrategy.SHARD_GRAD_OP,
-    ShardingStrategy._HYBRID_SHARD_ZERO2,
-    ShardingStrategy.NO_SHARD,
-)
+# NO_SHARD is stage 2 of one rank that shares with nobody.
+ZERO_STAGES = {
+    ShardingStrategy.FULL_SHARD: 3,
+    ShardingStrategy.SHARD_GRAD_OP: 2,
+    ShardingStrategy.NO_SHARD: 2,
+    ShardingStrategy.HYBRID_SHARD: 3,
+    ShardingStrategy._HYBRID_SHARD_ZERO2: 2,
+}
 
 
 def check_type(name: str, value: Any, kind: type) -> None:
@@ -53,9 +56,8 @@ def unit_options(
     policy = MixedPrecisionPolicy(
         param_dtype=mixed.param_dtype, reduce_dtype=mixed.reduce_dtype, cast_forward_inputs=False
     )
-    # None: the outermost wrapper stays gathered between forward and backward, as in FSDP1.
-    reshard = False if strategy in KEEPS_GATHERED else None
-    return UnitOptions(policy, reshard, prefetch=1, granularity="element")
+    # reshard_after_forward None: in stage 3 the outermost wrapper stays gathered, as in FSDP1.
+    return UnitOptions(policy, None, 1, "element", ZERO_STAGES[strategy])
 
 
 def prefetches_in_backward(value: BackwardPrefetch | None) -> bool:
