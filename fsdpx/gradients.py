@@ -111,7 +111,7 @@ class Gradients:
             return
         comm = unit.comm
         reduction = unit.native.reduce(
-            comm.stream, comm.native, comm.recorder, 0, scale, targets, used
+            comm.stream, comm.native, comm.recorder, scale, targets, used
         )
         event = self._sum_over_replicas(targets, added_later) or reduction.event
         flats = [self.buffers[number].flat for number in self.written]
@@ -133,7 +133,6 @@ class Gradients:
             event = replicas.native.all_reduce(
                 unit.comm.stream,
                 unit.name,
-                0,
                 flat.data_ptr(),
                 dtype_code(flat.dtype),
                 flat.numel(),

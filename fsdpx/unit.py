@@ -289,7 +289,6 @@ class Unit:
             self._plan_gather,
             place.region,
             place.offset,
-            0,
             comm.recorder,
         )
         comm.in_flight.add(event, self.shards.flat)
@@ -338,7 +337,7 @@ class Unit:
             return list(flags)
         counts = torch.tensor(flags, dtype=torch.float32)
         where = (counts.data_ptr(), code(counts.dtype), counts.numel())
-        self.wait(group.native.all_reduce(self.comm.stream, self.name, 0, *where))
+        self.wait(group.native.all_reduce(self.comm.stream, self.name, *where))
         return [count > 0 for count in counts.tolist()]
 
     def free(self) -> Place:
