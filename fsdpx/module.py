@@ -70,6 +70,12 @@ class FSDPModule:
         for unit in self._units(recurse=False):
             schedule_of(cast(nn.Module, self), unit).reshard(unit)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any module; gradients that were added up without synchronisation go as well."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for schedule in all_schedules(cast(nn.Module, self)):
+            schedule.forget_unsynchronised(self._units(recurse=True))
+
     def reset_iter_state(self) -> None:
         """Forgets a step that was left in the middle by an exception; gradients in flight are
         dropped.
@@ -78,7 +84,14 @@ class FSDPModule:
             schedule.reset()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Accepted; every backward waits for its own reductions, so there is nothing left to do."""
+        """Whether no more micro-batches follow before the optimizer steps.
+
+        False lets units of ZeRO stage 1 add gradients up locally, as
+        `set_requires_gradient_sync(False)` does in every stage. Units of stages 2 and 3 reduce in
+        every backward.
+        """
+        for unit in self._units(recurse=True):
+            unit.zero.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -87,12 +100,12 @@ class FSDPModule:
         does.
         """
         for unit in self._units(recurse):
-            unit.requires_gradient_sync = requires_gradient_sync
+            unit.zero.requires_gradient_sync = requires_gradient_sync
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether parameters are freed between forward and backward."""
         for unit in self._units(recurse):
-            unit.reshard_after_forward = reshard_after_forward
+            unit.zero.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -101,7 +114,7 @@ class FSDPModule:
         micro-batches.
         """
         for unit in self._units(recurse):
-            unit.reshard_after_backward = reshard_after_backward
+            unit.zero.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Gathers these modules while this one's forward runs, in place of the recorded order."""
@@ -222,11 +235,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Backwards inside add gradients up locally; the first one outside reduces the sum."""
-    before = {unit: unit.requires_gradient_sync for unit in units(model)}
+    before = {unit: unit.zero.requires_gradient_sync for unit in units(model)}
     for unit in before:
-        unit.requires_gradient_sync = False
+        unit.zero.requires_gradient_sync = False
     try:
         yield
     finally:
         for unit, value in before.items():
-            unit.requires_gradient_sync = value
+            unit.zero.requires_gradient_sync = value

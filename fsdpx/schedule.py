@@ -46,7 +46,10 @@ class Schedule:
     def __init__(self, units: Sequence[Unit], levels: dict[Unit, int]) -> None:
         self.units = list(units)
         self.levels = levels
-        self.gradients = {unit: Gradients(unit) for unit in units}
+        earlier: dict[Unit, Gradients] = {}
+        for schedule in {unit.listener for unit in units} - {None}:
+            earlier |= schedule.gradients
+        self.gradients = {unit: earlier.get(unit) or Gradients(unit) for unit in units}
         self.memories: dict[Communicator, Memory] = {}
         self._own: dict[Unit, Place] = {}  # memory of units that stay gathered
         self._resident: dict[Unit, None] = {}  # least recently used first
@@ -88,8 +91,7 @@ class Schedule:
 
     def is_kept(self, unit: Unit) -> bool:
         """Whether a unit stays gathered from its forward to the end of its backward."""
-        reshard = unit.reshard_after_forward
-        return (self.levels[unit] == 0) if reshard is None else not reshard
+        return unit.zero.keeps_after_forward(is_root=self.levels[unit] == 0)
 
     # ---- Gathering
 
@@ -116,6 +118,8 @@ class Schedule:
             if unit not in self._own:
                 self._own[unit] = memory.take_overflow(unit.gathered_bytes)
             return self._own[unit]
+        if unit in self._own:  # it is kept no longer
+            memory.give(self._own.pop(unit))
         level = self.levels[unit]
         while (place := memory.take(level, unit.gathered_bytes)) is None:
             victim = self._victim(unit)
@@ -156,14 +160,16 @@ class Schedule:
             if not unit.pins and not unit.kept_by_user and unit not in kept:
                 self.free(unit)
 
-    def _free_stale(self) -> None:
-        """Frees units that stayed gathered and whose shard has changed on any rank since.
+    def _free_stale(self, units: Iterable[Unit]) -> None:
+        """Frees those units that stayed gathered and whose shard has changed on any rank since.
 
         Ranks agree on it: loading a checkpoint, say, writes nothing on a rank whose share is empty.
         """
         by_comm: dict[Communicator, list[Unit]] = {}
-        for unit in self._resident:
-            if not unit.held:  # inside full_parameters() ranks may run different forwards
+        for unit in units:
+            # Inside full_parameters() ranks may run different forwards.
+            if unit in self._resident and not unit.held:
+                unit.refresh()
                 by_comm.setdefault(unit.comm, []).append(unit)
         for comm, units in by_comm.items():
             stale = units[0].on_any_rank([unit.is_stale for unit in units], comm)
@@ -181,7 +187,7 @@ class Schedule:
         elif self._depth == 0:
             self._forward.follow(self._forward.known)
             self._forward_now, self._ended = [], []
-            self._free_stale()
+            self._free_stale(list(self._resident))
             self._thread = threading.get_ident()
         elif threading.get_ident() != self._thread:
             raise RuntimeError(
@@ -284,6 +290,7 @@ class Schedule:
     def on_access(self, unit: Unit) -> None:
         """An operator of the running backward reads the unit."""
         self._begin_backward()
+        unit.check_unchanged()
         self._pass_by(unit, reading=True)
         unit.was_read = True
         self._visit_in_backward(unit)
@@ -321,7 +328,7 @@ class Schedule:
     def _after_backward(self, unit: Unit) -> None:
         # With a frozen part, complete gradients do not mean that the weights are no longer read.
         done = unit.trains_fully and not unit.pins and not unit.kept_by_user
-        if done and unit.reshard_after_backward:
+        if done and not unit.zero.keeps_after_backward:
             self.free(unit)
 
     def _pass_by(self, unit: Unit | None, reading: bool) -> None:
@@ -350,7 +357,7 @@ class Schedule:
         self._participants.pop(unit, None)
         self._reduced_any = True
         gradients = self.gradients[unit]
-        if unit.requires_gradient_sync:
+        if unit.zero.reduces_now:
             self._bound_reductions(unit)
             gradients.reduce(1.0 / unit.gradient_divisor)
         else:
@@ -381,20 +388,22 @@ class Schedule:
         self._tasks.discard(task)
         if self._tasks:
             return
+        settled = False
         try:
             if ok:
-                self._settle()
-            else:
-                self._participants.clear()
+                self._settle()  # may raise: hooks of the user's run there
+                settled = True
         finally:
+            if not settled:
+                self._participants.clear()
             for unit in self.units:
                 unit.native.forget_backward()
-                if not ok:
+                if not settled:
                     self.gradients[unit].drop()
                 self._record(unit, "backward")
                 if unit.phase is Phase.BACKWARD:
                     unit.to_phase(Phase.IDLE)
-            self._free_unpinned(keep=[u for u in self._resident if not u.reshard_after_backward])
+            self._free_unpinned(keep=[u for u in self._resident if u.zero.keeps_after_backward])
 
     def _settle(self) -> None:
         for unit in reversed(self.units):  # gradients came, though not all that were expected
@@ -416,6 +425,8 @@ class Schedule:
     def unshard(self, unit: Unit) -> None:
         """Issues a gather that lasts until `reshard`."""
         unit.refresh()
+        if self.is_idle:
+            self._free_stale([unit])
         unit.kept_by_user = True
         self.gather(unit)
 
@@ -430,6 +441,14 @@ class Schedule:
         unit.kept_by_user = unit.held = False
         unit.native.swap_out()
         self.free(unit)
+
+    def forget_unsynchronised(self, units: Iterable[Unit]) -> None:
+        """Drops what backwards without synchronisation added up, as zero_grad() does in a plain
+        model.
+        """
+        for unit in units:
+            if unit in self.gradients:
+                self.gradients[unit].forget_accumulated()
 
     def reset(self) -> None:
         """Forgets a step that was left in the middle; gradients in flight are dropped."""
