@@ -25,7 +25,9 @@ FLOATS = ("-ffp-contract=off", "-pthread")
 def find_nvcc() -> str | None:
     home = os.environ.get("CUDA_HOME")
     candidates = [f"{home}/bin/nvcc"] if home else []
-    return next(filter(None, map(shutil.which, [*candidates, "nvcc", "/usr/local/cuda/bin/nvcc"])), None)
+    return next(
+        filter(None, map(shutil.which, [*candidates, "nvcc", "/usr/local/cuda/bin/nvcc"])), None
+    )
 
 
 def missing() -> str | None:
@@ -95,7 +97,14 @@ def _link(target: Path, objects: list[Path]) -> None:
         extra.append(f"-Wl,--version-script={RUNTIME / 'cudart.map'}")
     if target.name.startswith("libnccl"):
         extra.append(str(OUT / "libcudart.so.13"))
-    _run("-shared", "-pthread", f"-Wl,-soname,{target.name}", *map(str, objects), *extra, target=target)
+    _run(
+        "-shared",
+        "-pthread",
+        f"-Wl,-soname,{target.name}",
+        *map(str, objects),
+        *extra,
+        target=target,
+    )
 
 
 def _run(*arguments: str, target: Path) -> None:

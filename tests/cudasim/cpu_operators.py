@@ -13,12 +13,13 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-import cudasim
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
+
+import cudasim
 
 # Operators that need no kernel: allocation, metadata, and copies that are cudaMemcpyAsync.
 NATIVE = {
@@ -84,9 +85,7 @@ def mark_written(tensor: Tensor) -> None:
 class CpuOperators(TorchDispatchMode):
     """The dispatch mode of this file's first lines; it reaches the threads of backward, too."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(t.__name__ == "FakeTensor" for t in types):
             return func(*args, **kwargs)
@@ -110,7 +109,12 @@ class CpuOperators(TorchDispatchMode):
         return copied
 
     def convert(
-        self, src: Tensor, dtype: Any = None, device: Any = None, non_blocking: bool = False, **_: Any
+        self,
+        src: Tensor,
+        dtype: Any = None,
+        device: Any = None,
+        non_blocking: bool = False,
+        **_: Any,
     ) -> Tensor:
         dtype = dtype or src.dtype
         device = torch.device(device) if device is not None else src.device

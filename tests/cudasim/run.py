@@ -21,7 +21,9 @@ def environment() -> dict[str, str]:
     env = dict(os.environ)
     # First in the process, they are found by their names when torch asks for the real ones.
     env["LD_PRELOAD"] = f"{out / 'libcudart.so.13'}:{out / 'libnccl.so.2'}"
-    env["LD_LIBRARY_PATH"] = os.pathsep.join([str(out), *filter(None, [env.get("LD_LIBRARY_PATH")])])
+    env["LD_LIBRARY_PATH"] = os.pathsep.join(
+        [str(out), *filter(None, [env.get("LD_LIBRARY_PATH")])]
+    )
     env["PYTHONPATH"] = os.pathsep.join(
         [str(Path(__file__).resolve().parent.parent), *filter(None, [env.get("PYTHONPATH")])]
     )
