@@ -35,7 +35,7 @@ PYTHON_ROWS = (
     ("mesh",),
     ("shards",),
     ("unit",),
-    ("gradients", "collect", "order"),
+    ("gradients", "collect", "order", "residency"),
     ("schedule",),
     ("hooks",),
     ("module", "describe", "full_parameters"),
