@@ -10,7 +10,19 @@ from ._native import check_native_build
 check_native_build()  # before anything loads the native module
 # isort: on
 
-from . import comm, gradients, hooks, memory, module, ops, order, schedule, unit
+from . import (
+    attributes,
+    changes,
+    comm,
+    gradients,
+    hooks,
+    memory,
+    module,
+    ops,
+    order,
+    schedule,
+    unit,
+)
 from .describe import Description, describe
 from .errors import CommTimeout, DesyncError
 from .full_parameters import full_parameters
@@ -21,7 +33,7 @@ from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .timeline import record_timeline
 from .torch_private import leave_to_eager
 
-leave_to_eager(gradients, hooks, memory, module, order, schedule, unit)
+leave_to_eager(attributes, changes, gradients, hooks, memory, module, order, schedule, unit)
 leave_to_eager(comm, comm.c10d, comm.choose, comm.communicator, comm.shm)
 
 __all__ = [

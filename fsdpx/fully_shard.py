@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .attributes import install_parameters, replace_in_lists, watch
 from .collect import collect, managed_modules
-from .hooks import install_parameters, replace_in_lists, sharded_class
+from .hooks import sharded_class
 from .layout import Granularity
 from .mesh import ShardGroup, resolve_mesh
 from .module import FSDPModule
@@ -105,12 +106,13 @@ def make_unit(
     """Makes one unit of the modules' parameters; whoever calls the modules runs it."""
     parameters = collect(modules, ignored)
     originals = {id(managed.original): managed for managed in parameters}
-    for managed in parameters:
-        managed.original.__dict__["_fsdpx_taken"] = (type(modules[0]).__name__, managed.name)
     with torch.inference_mode(False):  # shards are written to in training
         unit = Unit(modules, parameters, group, options, device)
+    managed = managed_modules(modules)
+    watch(unit, managed)
     install_parameters(unit)
-    replace_in_lists(managed_modules(modules), originals)
+    replace_in_lists(managed, originals)
+    unit.ignored = {id(parameter): parameter for parameter in ignored}
     _move_buffers(modules, device)
     for each in modules:
         each.__dict__["_fsdpx_unit"] = unit

@@ -126,7 +126,7 @@ class Gradients:
             targets.append((number, flat.data_ptr(), add, source))
         comm = unit.comm
         reduction = unit.native.reduce(
-            comm.stream, comm.native, comm.recorder, 0, scale, targets, used
+            comm.stream, comm.native, comm.recorder, scale, targets, used
         )
         flats = [flat for flat, _ in places.values()]
         event = self._sum_over_replicas(flats) or reduction.event
@@ -143,7 +143,6 @@ class Gradients:
             event = replicas.native.all_reduce(
                 unit.comm.stream,
                 unit.name,
-                0,
                 flat.data_ptr(),
                 dtype_code(flat.dtype),
                 flat.numel(),

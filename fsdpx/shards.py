@@ -11,7 +11,7 @@ from torch import nn
 
 from .layout import UnitLayout
 from .mesh import ShardGroup
-from .parameter import ShardedTensor, Spec
+from .parameter import ShardedTensor, Spec, Traits, take_over, traits_of
 
 
 @dataclass
@@ -22,7 +22,8 @@ class Managed:
         name: As seen from the unit's module.
         original: The parameter before sharding; None once it is sharded.
         owners: Every (module, attribute) that holds it.
-        sharded: What `module.parameters()` yields.
+        sharded: What `module.parameters()` yields; the same object as the original.
+        traits: What the original was besides its value.
         leaf: The full parameter: a permanent view of the unit's storage.
         watched: Whether its gradients are counted.
     """
@@ -31,6 +32,7 @@ class Managed:
     original: nn.Parameter | None
     owners: list[tuple[nn.Module, str]]
     sharded: ShardedTensor = field(init=False)
+    traits: Traits = field(init=False)
     leaf: nn.Parameter = field(init=False)
     watched: bool = False
 
@@ -82,8 +84,10 @@ class Shards:
                 if original.device.type != "meta":
                     piece.copy_(original.detach().reshape(-1)[begin:end])
                 spec = Spec(managed.name, tuple(original.shape), ranges, rank, group)
-                managed.sharded = ShardedTensor(piece, spec, original.requires_grad)
-                managed.sharded._is_param = True
+                made = ShardedTensor(piece, spec, original.requires_grad)
+                made._is_param = True
+                managed.traits = traits_of(original)
+                managed.sharded = take_over(original, made)
                 managed.original = None
 
     def _piece(self, index: int) -> torch.Tensor:

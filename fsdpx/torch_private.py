@@ -23,6 +23,13 @@ def storage_use_count(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
 
 
+def swap_content(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Exchanges the values, classes and attributes of two tensor objects."""
+    a.__class__, b.__class__ = b.__class__, a.__class__
+    a.__dict__, b.__dict__ = b.__dict__, a.__dict__
+    torch._C._swap_tensor_impl(a, b)
+
+
 def leave_to_eager(*what: Any) -> None:
     """Keeps torch.compile out of the engine: these functions are neither traced nor inlined.
 

@@ -125,6 +125,10 @@ class Unit:
         self.forward_prefetch: Sequence[Unit] | None = None  # chosen by the user
         self.backward_prefetch: Sequence[Unit] | None = None
         self.listener: Any = None  # the schedule
+        self.changed = False  # parameters or modules were registered since the last forward
+        self.ignored: dict[int, nn.Parameter] = {}  # by id: parameters that are left alone
+        self.dictionaries: list[Any] = []  # the native half borrows them
+        self.containers = [(m, len(m._modules)) for m in containers(modules)]
         self.native.set_owner(self)
 
     # ---- Initialization
@@ -167,6 +171,8 @@ class Unit:
             flat = self.native.segment(offset, entry.numel, dtype)
             view = flat.view(managed.sharded.shape)
             managed.leaf = nn.Parameter(view, requires_grad=managed.sharded.requires_grad)
+            managed.traits.give_to(managed.leaf)
+            managed.sharded._leaf, managed.sharded._module = managed.leaf, self.class_name
             self.native.add_leaf(managed.leaf)
             if managed.sharded.requires_grad:
                 self.native.watch(index)
@@ -284,7 +290,6 @@ class Unit:
             self._plan_gather,
             place.region,
             place.offset,
-            0,
             comm.recorder,
         )
         comm.in_flight.add(event, self.shards.flat)
@@ -333,7 +338,7 @@ class Unit:
             return list(flags)
         counts = torch.tensor(flags, dtype=torch.float32)
         where = (counts.data_ptr(), code(counts.dtype), counts.numel())
-        self.wait(group.native.all_reduce(self.comm.stream, self.name, 0, *where))
+        self.wait(group.native.all_reduce(self.comm.stream, self.name, *where))
         return [count > 0 for count in counts.tolist()]
 
     def free(self) -> Place:
@@ -393,6 +398,12 @@ class Unit:
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit that `fully_shard` made of `module` (alone or in a list), or None."""
     return module.__dict__.get("_fsdpx_unit")
+
+
+def containers(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those among all modules below that take modules in without registering them (`insert`)."""
+    kinds = (nn.ModuleList, nn.Sequential)
+    return [m for module in modules for m in module.modules() if isinstance(m, kinds)]
 
 
 def units(model: nn.Module) -> list[Unit]:

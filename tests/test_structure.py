@@ -35,8 +35,8 @@ PYTHON_ROWS = (
     ("mesh",),
     ("shards",),
     ("unit",),
-    ("gradients", "collect", "order", "residency"),
-    ("schedule",),
+    ("gradients", "collect", "order", "attributes", "residency"),
+    ("schedule", "changes"),
     ("hooks",),
     ("module", "describe", "full_parameters"),
     ("fully_shard",),
@@ -45,9 +45,9 @@ PYTHON_ROWS = (
 )
 # Files of one native row may include each other. The first pattern that matches a name decides.
 NATIVE_ROWS = (
-    r"check|dtype|element|cuda/.*",
+    r"check|dtype|element|cuda/(?!device_|nccl|nvlink|watchdog).*",
     r"kernels.*",
-    r"stream|trace|communicator|comm_.*|shm_.*|exchange_communicator.*",
+    r"stream|worker_stream|trace|communicator|comm_.*|shm_.*|exchange_communicator.*|cuda/.*",
     r"torch_.*",
     r"bind_.*|bindings",
 )
