@@ -181,7 +181,9 @@ class Gradients:
         for number in self.written:
             for index, gradient in self.buffers[number].gradients.items():
                 parameter = self.unit.parameters[index].sharded
-                if used[index] and parameter.grad is not gradient and self.unit.trainable[index]:
+                # Not of one that was frozen since the forward, either.
+                trains = self.unit.trainable[index] and parameter.requires_grad
+                if used[index] and parameter.grad is not gradient and trains:
                     parameter.grad = gradient
         self.written.clear()
         self._run_hooks(used)

@@ -201,6 +201,7 @@ class Schedule:
     def on_access(self, unit: Unit) -> None:
         """An operator of the running backward reads the unit."""
         self._begin_backward()
+        unit.check_unchanged()
         self._pass_by(unit, reading=True)
         unit.was_read = True
         self._visit_in_backward(unit)
@@ -299,16 +300,18 @@ class Schedule:
         self._tasks.discard(task)
         if self._tasks:
             return
+        settled = False
         try:
             if ok:
-                self._settle()
-            else:
+                self._settle()  # may raise: hooks of the user's run there
+                settled = True
+        finally:
+            if not settled:
                 self._participants.clear()
                 self._broken |= self._continues
-        finally:
             for unit in self.units:
                 unit.native.forget_backward()
-                if not ok:
+                if not settled:
                     self.gradients[unit].forget()
                 self._record(unit, "backward")
                 if unit.phase is Phase.BACKWARD:

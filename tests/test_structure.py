@@ -40,6 +40,7 @@ PYTHON_ROWS = (
     ("hooks",),
     ("module", "describe", "full_parameters"),
     ("fully_shard",),
+    ("fsdp1",),
     ("timeline", "checkpoint"),
     ("__init__",),
 )
