@@ -138,14 +138,14 @@ def _describe_unit(unit: Unit, schedule: Schedule) -> UnitDescription:
         shard_bytes=layout.shard_bytes,
         gradient_bytes=layout.trainable_bytes,
         zero_stage=unit.zero.stage,
-        kept=schedule.is_kept(unit),
+        kept=schedule.residency.is_kept(unit),
     )
 
 
 def _describe_memory(
     found: list[Unit], described: tuple[UnitDescription, ...], schedules: list[Schedule]
 ) -> MemoryDescription:
-    memories = [memory for schedule in schedules for memory in schedule.memories.values()]
+    memories = [memory for schedule in schedules for memory in schedule.residency.memories.values()]
     segments = [segment for unit in found for segment in unit.layout.segments if segment.trainable]
     return MemoryDescription(
         shards=sum(unit.shard_bytes for unit in described),

@@ -35,7 +35,7 @@ PYTHON_ROWS = (
     ("mesh",),
     ("shards",),
     ("unit",),
-    ("gradients", "collect", "order", "attributes"),
+    ("gradients", "collect", "order", "attributes", "residency"),
     ("schedule", "changes"),
     ("hooks",),
     ("module", "describe", "full_parameters"),
