@@ -25,18 +25,20 @@ constexpr size_t kRedZone = 512;
   abort();
 }
 
+// nullptr when there is something else at this address.
 char* map_at(void* at, size_t size, int fd, int flags) {
   flags |= MAP_NORESERVE | (fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED);
   void* const p = mmap(at, size, PROT_READ | PROT_WRITE, flags, fd, 0);
+  if (p == MAP_FAILED && errno == EEXIST) return nullptr;
   if (p == MAP_FAILED || (at && p != at)) die("cannot map memory");
   return static_cast<char*>(p);
 }
 
-void map_slot(int slot, int data_fd, int state_fd) {
+bool map_slot(int slot, int data_fd, int state_fd) {
   const size_t offset = static_cast<size_t>(slot) * kStride;
-  map_at(kBase + offset, kStride, data_fd, MAP_FIXED_NOREPLACE);
+  if (!map_at(kBase + offset, kStride, data_fd, MAP_FIXED_NOREPLACE)) return false;
   map_at(states + offset, kStride, state_fd, MAP_FIXED);
-  attached[slot] = true;
+  return attached[slot] = true;
 }
 
 int memory_file(const char* name) {
@@ -64,8 +66,11 @@ char* reserve(size_t size) { return map_at(nullptr, size, -1, 0); }
 void start_memory() {
   states = reinterpret_cast<uint8_t*>(reserve(kSlots * kStride));
   const int data_fd = memory_file("cudasim-data"), state_fd = memory_file("cudasim-state");
+  // A process may hold two runtimes, each in a library of its own; the second takes another slot.
+  while (!map_slot(int(settings.slot), data_fd, state_fd)) {
+    if (multi_process() || ++settings.slot == kSlots) die("the memory of this rank is taken");
+  }
   const int slot = int(settings.slot);
-  map_slot(slot, data_fd, state_fd);
   publish_slot(data_fd, state_fd);
   char* const base = kBase + static_cast<size_t>(slot) * kStride;
   const size_t device_bytes = std::min(size_t(settings.memory_mb) << 20, kStride / 2);
@@ -165,8 +170,7 @@ bool attach(int slot) {
     mine[i] = open(fd.c_str(), O_RDWR);
   }
   if (!read || mine[0] < 0 || mine[1] < 0) return false;
-  map_slot(slot, mine[0], mine[1]);
-  return true;
+  return map_slot(slot, mine[0], mine[1]);
 }
 
 }  // namespace sim
