@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -65,7 +65,7 @@ class UnitOptions:
     mp_policy: MixedPrecisionPolicy
     reshard_after_forward: bool | None
     prefetch: int
-    granularity: Granularity
+    granularity: Granularity | Callable[[str, nn.Parameter], Granularity]
     zero_stage: int = 3
 
 
@@ -147,7 +147,17 @@ class Unit:
                     trains,
                 )
             )
-        return plan_unit(infos, self.group.size, self.options.granularity)
+        return plan_unit(infos, self.group.size, self._granularities())
+
+    def _granularities(self) -> list[Granularity]:
+        """What a cut must leave whole, for each parameter."""
+        chosen = self.options.granularity
+        found: list[Granularity] = []
+        for managed in self.parameters:
+            each = chosen(managed.name, original_of(managed)) if callable(chosen) else chosen
+            managed.whole = each == "parameter"
+            found.append(each)
+        return found
 
     def _make_native(self) -> _C.Unit:
         segments = []
