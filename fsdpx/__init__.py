@@ -10,6 +10,8 @@ from ._native import check_native_build
 check_native_build()  # before anything loads the native module
 # isort: on
 
+from typing import TYPE_CHECKING, Any
+
 from . import (
     attributes,
     changes,
@@ -33,18 +35,51 @@ from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .timeline import record_timeline
 from .torch_private import leave_to_eager
 
+if TYPE_CHECKING:
+    from .fsdp1 import (
+        BackwardPrefetch,
+        CPUOffload,
+        FullOptimStateDictConfig,
+        FullStateDictConfig,
+        FullyShardedDataParallel,
+        MixedPrecision,
+        ShardedOptimStateDictConfig,
+        ShardedStateDictConfig,
+        ShardingStrategy,
+        StateDictType,
+    )
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:  # torch.distributed.fsdp takes half a second to import
+        from . import fsdp1
+
+        return getattr(fsdp1, name)
+    raise AttributeError(f"module 'fsdpx' has no attribute '{name}'")
+
+
 leave_to_eager(attributes, changes, gradients, hooks, memory, module, order, schedule, unit)
 leave_to_eager(comm, comm.c10d, comm.choose, comm.communicator, comm.shm)
 
 __all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
     "CPUOffloadPolicy",
     "CommTimeout",
     "Description",
     "DesyncError",
     "FSDPModule",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
     "ShardedTensor",
+    "ShardingStrategy",
+    "StateDictType",
     "UnshardHandle",
     "comm",
     "describe",

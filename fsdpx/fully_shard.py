@@ -103,8 +103,18 @@ def make_unit(
     device: torch.device,
     options: UnitOptions,
     ignored: set[nn.Parameter],
+    caller: nn.Module | None = None,
 ) -> Unit:
-    """Makes one unit of the modules' parameters; whoever calls the modules runs it."""
+    """Makes one unit of the modules' parameters.
+
+    Args:
+        modules: Whose parameters to take.
+        group: The ranks.
+        device: Of the ranks.
+        options: Of the unit.
+        ignored: Parameters to leave as they are.
+        caller: The module whose calls are the unit's; the modules themselves if None.
+    """
     parameters = collect(modules, ignored)
     originals = {id(managed.original): managed for managed in parameters}
     with torch.inference_mode(False):  # shards are written to in training
@@ -115,7 +125,7 @@ def make_unit(
     replace_in_lists(managed, originals)
     unit.ignored = {id(parameter): parameter for parameter in ignored}
     _move_buffers(modules, device)
-    for each in modules:
+    for each in modules if caller is None else [caller]:
         each.__dict__["_fsdpx_unit"] = unit
     return unit
 

@@ -111,7 +111,7 @@ class Gradients:
             return
         comm = unit.comm
         reduction = unit.native.reduce(
-            comm.stream, comm.native, comm.recorder, 0, scale, targets, used
+            comm.stream, comm.native, comm.recorder, scale, targets, used
         )
         event = self._sum_over_replicas(targets, added_later) or reduction.event
         flats = [self.buffers[number].flat for number in self.written]
@@ -133,7 +133,6 @@ class Gradients:
             event = replicas.native.all_reduce(
                 unit.comm.stream,
                 unit.name,
-                0,
                 flat.data_ptr(),
                 dtype_code(flat.dtype),
                 flat.numel(),
@@ -166,7 +165,9 @@ class Gradients:
         for number in self.written:
             for index, gradient in self.buffers[number].gradients.items():
                 parameter = self.unit.parameters[index].sharded
-                if used[index] and parameter.grad is not gradient and self.unit.trainable[index]:
+                # Not of one that was frozen since the forward, either.
+                trains = self.unit.trainable[index] and parameter.requires_grad
+                if used[index] and parameter.grad is not gradient and trains:
                     parameter.grad = gradient
         self.written.clear()
         self._run_hooks(used)
@@ -177,6 +178,10 @@ class Gradients:
         self.unit.native.drop_gradients()
         self.in_flight.clear()
         self.written.clear()
+
+    def forget_accumulated(self) -> None:
+        self.accumulated.clear()
+        self.used.clear()
 
     # ---- Details
 

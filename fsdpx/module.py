@@ -70,6 +70,12 @@ class FSDPModule:
         for unit in self._units(recurse=False):
             schedule_of(cast(nn.Module, self), unit).reshard(unit)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any module; gradients that were added up without synchronisation go as well."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for schedule in all_schedules(cast(nn.Module, self)):
+            schedule.forget_unsynchronised(self._units(recurse=True))
+
     def reset_iter_state(self) -> None:
         """Forgets a step that was left in the middle by an exception; gradients in flight are
         dropped.

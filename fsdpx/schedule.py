@@ -290,6 +290,7 @@ class Schedule:
     def on_access(self, unit: Unit) -> None:
         """An operator of the running backward reads the unit."""
         self._begin_backward()
+        unit.check_unchanged()
         self._pass_by(unit, reading=True)
         unit.was_read = True
         self._visit_in_backward(unit)
@@ -387,15 +388,17 @@ class Schedule:
         self._tasks.discard(task)
         if self._tasks:
             return
+        settled = False
         try:
             if ok:
-                self._settle()
-            else:
-                self._participants.clear()
+                self._settle()  # may raise: hooks of the user's run there
+                settled = True
         finally:
+            if not settled:
+                self._participants.clear()
             for unit in self.units:
                 unit.native.forget_backward()
-                if not ok:
+                if not settled:
                     self.gradients[unit].drop()
                 self._record(unit, "backward")
                 if unit.phase is Phase.BACKWARD:
@@ -438,6 +441,14 @@ class Schedule:
         unit.kept_by_user = unit.held = False
         unit.native.swap_out()
         self.free(unit)
+
+    def forget_unsynchronised(self, units: Iterable[Unit]) -> None:
+        """Drops what backwards without synchronisation added up, as zero_grad() does in a plain
+        model.
+        """
+        for unit in units:
+            if unit in self.gradients:
+                self.gradients[unit].forget_accumulated()
 
     def reset(self) -> None:
         """Forgets a step that was left in the middle; gradients in flight are dropped."""

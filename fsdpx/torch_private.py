@@ -10,6 +10,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 
 NO_BACKWARD = -1
 
@@ -55,3 +56,22 @@ def _functions(what: tuple[Any, ...]) -> list[FunctionType]:
             functions = [getattr(each, "fget", each) for each in inner]
             found += [each for each in functions if isinstance(each, FunctionType)]
     return found
+
+
+def run_wrap_policy(
+    policy: Any, root: nn.Module, ignored: set[nn.Module], arguments: dict[str, Any]
+) -> dict[nn.Module, dict[str, Any]] | None:
+    """What a policy object of torch.distributed.fsdp.wrap chooses below `root`; None for functions.
+
+    Args:
+        policy: An object or a function.
+        root: The model.
+        ignored: Modules to leave out.
+        arguments: Of the wrappers; the policy may change them for a module.
+    """
+    from torch.distributed.fsdp.wrap import _Policy
+
+    if not isinstance(policy, _Policy):
+        return None
+    chosen: dict[nn.Module, dict[str, Any]] = policy._run_policy(root, ignored, arguments)
+    return chosen

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from . import _C
 from .comm import Communicator
@@ -116,6 +117,7 @@ class Unit:
         if not self.gathered_bytes:
             self.native.attach(self._nothing.data_ptr())
         self._version = self.native.version()
+        self._attached: int | None = None  # generation of what was gathered last
         self._plan_gather: _C.GatherPlan | None = None
         self._comm: Communicator | None = None
         self._replicate_comm: Communicator | None = None
@@ -299,7 +301,6 @@ class Unit:
             self._plan_gather,
             place.region,
             place.offset,
-            0,
             comm.recorder,
         )
         comm.in_flight.add(event, self.shards.flat)
@@ -328,6 +329,10 @@ class Unit:
         assert gathered is not None
         self.wait(gathered.event)
         self.native.attach(gathered.place.pointer)
+        if self._attached not in (None, gathered.generation):
+            # What autograd saved of the former weights must not be read: as after an in-place edit.
+            increment_version([managed.leaf for managed in self.parameters])
+        self._attached = gathered.generation
         self._version = self.native.version()
         self._move(Storage.GATHERED)
 
@@ -348,7 +353,7 @@ class Unit:
             return list(flags)
         counts = torch.tensor(flags, dtype=torch.float32)
         where = (counts.data_ptr(), code(counts.dtype), counts.numel())
-        self.wait(group.native.all_reduce(self.comm.stream, self.name, 0, *where))
+        self.wait(group.native.all_reduce(self.comm.stream, self.name, *where))
         return [count > 0 for count in counts.tolist()]
 
     def free(self) -> Place:
@@ -379,6 +384,17 @@ class Unit:
                 edited = full != piece.to(full.dtype)
                 if edited.any():
                     piece[edited] = full[edited].to(piece.dtype)
+
+    def check_unchanged(self) -> None:
+        """Raises if the shards were changed since they were last gathered: a backward that reads
+        the unit now would not see the weights that its forward saw.
+        """
+        if self._attached not in (None, self.generation):
+            raise RuntimeError(
+                f"fsdpx: parameters of unit '{self.name}' were changed (an optimizer step, a "
+                "loaded state dict) after the forward whose backward now reads them: run backward "
+                "before the change, or forward again"
+            )
 
     def check_unedited(self) -> None:
         """Raises if a full parameter was changed in place since it was gathered: the change would

@@ -40,14 +40,15 @@ PYTHON_ROWS = (
     ("hooks",),
     ("module", "describe", "full_parameters"),
     ("fully_shard",),
+    ("fsdp1",),
     ("timeline", "checkpoint"),
     ("__init__",),
 )
 # Files of one native row may include each other. The first pattern that matches a name decides.
 NATIVE_ROWS = (
-    r"check|dtype|element|cuda/.*",
+    r"check|dtype|element|cuda/(?!device_|nccl|nvlink|watchdog).*",
     r"kernels.*",
-    r"stream|trace|communicator|comm_.*|shm_.*|exchange_communicator.*",
+    r"stream|worker_stream|trace|communicator|comm_.*|shm_.*|exchange_communicator.*|cuda/.*",
     r"torch_.*",
     r"bind_.*|bindings",
 )
