@@ -12,6 +12,7 @@
 #include "comm_queue.h"
 #include "exchange_communicator.h"
 #include "shm_communicator.h"
+#include "worker_stream.h"
 
 namespace py = pybind11;
 
@@ -59,19 +60,12 @@ void translate(std::exception_ptr error) {
   }
 }
 
-// Waits in short pieces, so that Ctrl-C works.
 void wait(Event& event, double seconds) {
-  constexpr double kPiece = 0.1;
-  for (double left = seconds;; left -= kPiece) {
-    bool ended = false;
-    {
-      py::gil_scoped_release nogil;
-      ended = event.ended_within(std::min(std::max(left, 0.0), kPiece));
-    }
-    if (ended) return event.wait(seconds);
-    if (left <= kPiece) Event::throw_timeout(seconds);
+  py::gil_scoped_release nogil;
+  event.wait(seconds, [] {
+    const py::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-  }
+  });
 }
 
 struct GatherPlan {
@@ -90,10 +84,9 @@ GatherPlan make_plan(std::string unit, const std::vector<GatherRow>& rows) {
 }
 
 shared_ptr<Event> all_gather(shared_ptr<Communicator> comm, Stream& stream, const GatherPlan& plan,
-                             int64_t region, int64_t offset, uint64_t generation,
-                             Recorder* recorder, py::object keep_alive) {
-  auto op = std::make_shared<GatherOp>(
-      GatherOp{{plan.unit, generation}, {region, offset}, plan.segments});
+                             int64_t region, int64_t offset, Recorder* recorder,
+                             py::object keep_alive) {
+  auto op = std::make_shared<GatherOp>(GatherOp{{plan.unit}, {region, offset}, plan.segments});
   return issue_all_gather(stream, std::move(comm), std::move(op), recorder,
                           keep(std::move(keep_alive)));
 }
@@ -124,16 +117,15 @@ shared_ptr<Event> reduce_scatter(shared_ptr<Communicator> comm, Stream& stream,
 }
 
 shared_ptr<Event> all_reduce(shared_ptr<Communicator> comm, Stream& stream, std::string unit,
-                             uint64_t generation, uintptr_t data, int dtype, int64_t numel,
-                             double scale, Recorder* recorder, py::object keep_alive) {
-  AllReduceOp op{
-      {std::move(unit), generation}, pointer<void>(data), static_cast<DType>(dtype), numel, scale};
+                             uintptr_t data, int dtype, int64_t numel, double scale,
+                             Recorder* recorder, py::object keep_alive) {
+  AllReduceOp op{{std::move(unit)}, pointer<void>(data), static_cast<DType>(dtype), numel, scale};
   return issue_all_reduce(stream, std::move(comm), std::move(op), keep(std::move(keep_alive)),
                           recorder);
 }
 
 shared_ptr<Event> barrier(shared_ptr<Communicator> comm, Stream& stream, std::string name) {
-  auto event = stream.enqueue([comm, tag = Tag{std::move(name), 0}] { comm->barrier(tag); });
+  auto event = stream.enqueue([comm, tag = Tag{std::move(name)}] { comm->barrier(tag); });
   comm->note_issued(event);
   return event;
 }
@@ -157,9 +149,11 @@ void bind_streams(py::module_& m) {
   py::class_<Event, shared_ptr<Event>>(m, "Event")
       .def("query", &Event::query, "True when the task has ended, well or not.")
       .def("wait", &wait, py::arg("seconds"),
-           "Waits without the GIL; raises what the task raised.");
+           "What the caller does next may use the results; raises what the task raised. On CPU it "
+           "waits, without the GIL; on a GPU torch's current stream will.")
+      .def("ended_within", &Event::ended_within, py::arg("seconds"),
+           py::call_guard<py::gil_scoped_release>(), "The calling thread waits for the end.");
   py::class_<Stream, shared_ptr<Stream>>(m, "Stream")
-      .def(py::init<std::string>(), py::arg("name"))
       .def(
           "enqueue",
           [](Stream& stream, py::function task) {
@@ -173,8 +167,17 @@ void bind_streams(py::module_& m) {
               }
             });
           },
-          py::arg("task"), "Runs a Python callable on the worker thread.")
+          py::arg("task"), "Runs a Python callable after what was enqueued before.")
+      .def("mark", &Stream::mark, "The end of what the caller has computed; None on CPU.")
+      .def(
+          "follow",
+          [](Stream& stream, const Event* mark) {
+            if (mark != nullptr) stream.follow(*mark);
+          },
+          py::arg("mark").none(true), "What is enqueued from now on begins after `mark`.")
       .def("close", &Stream::close, py::arg("seconds"), py::call_guard<py::gil_scoped_release>());
+  py::class_<WorkerStream, Stream, shared_ptr<WorkerStream>>(m, "WorkerStream")
+      .def(py::init<std::string>(), py::arg("name"));
   py::class_<Recorder, shared_ptr<Recorder>>(m, "Recorder")
       .def(py::init<>())
       .def_property_readonly("enabled", &Recorder::enabled)
@@ -207,12 +210,11 @@ void bind_operations(py::module_& m) {
            py::arg("scale") = 1.0, py::arg("accumulate") = false,
            "Gradients: (pointer or 0 for zeros, numel, element offset in the flat segment).");
   py::class_<ReduceOp, shared_ptr<ReduceOp>>(m, "ReduceOp")
-      .def(py::init([](std::string unit, uint64_t generation, std::vector<ReduceSegment> segments,
+      .def(py::init([](std::string unit, std::vector<ReduceSegment> segments,
                        std::vector<uint8_t> used) {
-             return ReduceOp{{std::move(unit), generation}, std::move(segments), std::move(used)};
+             return ReduceOp{{std::move(unit)}, std::move(segments), std::move(used)};
            }),
-           py::arg("unit"), py::arg("generation"), py::arg("segments"),
-           py::arg("used") = std::vector<uint8_t>())
+           py::arg("unit"), py::arg("segments"), py::arg("used") = std::vector<uint8_t>())
       .def_readonly("used", &ReduceOp::used);
 }
 
@@ -238,12 +240,11 @@ void bind_communicator(py::module_& m) {
            })
       .def("release", &Communicator::release, py::arg("region"), nogil)
       .def("all_gather", &all_gather, py::arg("stream"), py::arg("plan"), py::arg("region"),
-           py::arg("offset"), py::arg("generation"), py::arg("recorder") = nullptr,
-           py::arg("keep_alive") = py::none())
+           py::arg("offset"), py::arg("recorder") = nullptr, py::arg("keep_alive") = py::none())
       .def("reduce_scatter", &reduce_scatter, py::arg("stream"), py::arg("op"),
            py::arg("recorder") = nullptr, py::arg("keep_alive") = py::none())
-      .def("all_reduce", &all_reduce, py::arg("stream"), py::arg("unit"), py::arg("generation"),
-           py::arg("data"), py::arg("dtype"), py::arg("numel"), py::arg("scale") = 1.0,
+      .def("all_reduce", &all_reduce, py::arg("stream"), py::arg("unit"), py::arg("data"),
+           py::arg("dtype"), py::arg("numel"), py::arg("scale") = 1.0,
            py::arg("recorder") = nullptr, py::arg("keep_alive") = py::none())
       .def("barrier", &barrier, py::arg("stream"), py::arg("name"))
       .def("close", &Communicator::close, nogil);

@@ -2,6 +2,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "torch_access.h"
+#include "torch_cuda.h"
 #include "torch_unit.h"
 
 namespace py = pybind11;
@@ -46,13 +47,13 @@ void set_names(Unit& unit, const std::string& name,
 }
 
 Reduction reduce(Unit& unit, Stream& stream, std::shared_ptr<Communicator> communicator,
-                 Recorder* recorder, uint64_t generation, double scale,
+                 Recorder* recorder, double scale,
                  const std::vector<std::tuple<int64_t, uintptr_t, bool, uintptr_t>>& targets,
                  const std::vector<bool>& used) {
   std::vector<SegmentTarget> native_targets;
   for (const auto& [segment, shard, accumulate, accumulated] : targets)
     native_targets.push_back({segment, shard, accumulate, accumulated});
-  return unit.reduce(stream, std::move(communicator), recorder, generation, scale, native_targets,
+  return unit.reduce(stream, std::move(communicator), recorder, scale, native_targets,
                      {used.begin(), used.end()});
 }
 
@@ -104,6 +105,13 @@ void bind_unit(py::module_& m) {
 void bind_torch(py::module_& m) {
   register_access_kernels();
   bind_unit(m);
+#ifdef FSDPX_CUDA
+  m.attr("has_cuda") = true;
+#else
+  m.attr("has_cuda") = false;
+#endif
+  m.def("device_stream", &make_device_stream, py::arg("device"),
+        "A high-priority CUDA stream of torch's pool.");
   m.def("at_backward_end", &at_backward_end);
   m.def("cast_inputs", [](py::object inputs, const py::object& dtype, py::object fallback) {
     return cast_inputs(std::move(inputs), scalar_type(dtype), std::move(fallback));

@@ -23,8 +23,8 @@ uint64_t check_word(const Announcement& a) {
   Hasher hasher;
   hasher.add(operation_index(a.operation));
   hasher.add(a.tag.unit);
-  for (uint64_t value : {a.tag.generation, uint64_t(a.place.region), uint64_t(a.place.offset),
-                         uint64_t(a.nbytes), uint64_t(a.num_used), a.details})
+  for (uint64_t value : {uint64_t(a.place.region), uint64_t(a.place.offset), uint64_t(a.nbytes),
+                         uint64_t(a.num_used), a.details})
     hasher.add(value);
   return hasher.value();
 }
@@ -59,7 +59,6 @@ uint64_t details_of(const ReduceOp& op) {
 AnnouncementWords encode(const Announcement& a) {
   AnnouncementWords words = {check_word(a),
                              operation_index(a.operation),
-                             a.tag.generation,
                              uint64_t(a.place.region),
                              uint64_t(a.place.offset),
                              uint64_t(a.nbytes),
@@ -67,26 +66,26 @@ AnnouncementWords encode(const Announcement& a) {
   char unit[kUnitWords * 8] = {};
   const size_t length = std::min(a.tag.unit.size(), sizeof(unit) - 1);
   std::memcpy(unit, a.tag.unit.data() + a.tag.unit.size() - length, length);
-  std::memcpy(words.data() + 7, unit, sizeof(unit));
+  std::memcpy(words.data() + 6, unit, sizeof(unit));
   return words;
 }
 
 Announcement decode(const AnnouncementWords& words) {
   char unit[kUnitWords * 8];
-  std::memcpy(unit, words.data() + 7, sizeof(unit));
+  std::memcpy(unit, words.data() + 6, sizeof(unit));
   unit[sizeof(unit) - 1] = 0;
   Announcement a;
   a.operation = words[1] < std::size(kOperations) ? kOperations[words[1]] : kOperations[0];
-  a.tag = {unit, words[2]};
-  a.place = {int64_t(words[3]), int64_t(words[4])};
-  a.nbytes = int64_t(words[5]);
-  a.num_used = int64_t(words[6]);
+  a.tag = {unit};
+  a.place = {int64_t(words[2]), int64_t(words[3])};
+  a.nbytes = int64_t(words[4]);
+  a.num_used = int64_t(words[5]);
   return a;
 }
 
 std::string describe(const Announcement& a) {
-  return detail::concat(a.operation, " of unit '", a.tag.unit, "' (generation ", a.tag.generation,
-                        ", ", a.nbytes, " bytes, place ", a.place.region, ":", a.place.offset,
+  return detail::concat(a.operation, " of unit '", a.tag.unit, "' (", a.nbytes, " bytes, place ",
+                        a.place.region, ":", a.place.offset,
                         a.num_used > 0 ? detail::concat(", ", a.num_used, " parameters") : "", ")");
 }
 

@@ -23,7 +23,7 @@ struct Announcement {
 // An announcement as it travels. The first word is a hash of everything, the rest is for messages.
 // Of a long unit name the end is kept.
 inline constexpr int kUnitWords = 16;
-inline constexpr int kAnnouncementWords = 7 + kUnitWords;
+inline constexpr int kAnnouncementWords = 6 + kUnitWords;
 using AnnouncementWords = std::array<uint64_t, kAnnouncementWords>;
 
 AnnouncementWords encode(const Announcement& announcement);

@@ -18,8 +18,7 @@ namespace fsdpx {
 // What all ranks must agree on before data moves. A difference raises DesyncError on every rank,
 // naming both sides.
 struct Tag {
-  std::string unit;         // name of the unit, for messages too
-  uint64_t generation = 0;  // version of the unit's weights
+  std::string unit;  // name of the unit, for messages too
 };
 
 // Memory that peers may write (all-gather destinations): `offset` bytes into region `region`, alike

@@ -70,7 +70,7 @@ void ExchangeCommunicator::agree(const Announcement& announcement) {
 int64_t ExchangeCommunicator::allocate(int64_t nbytes) {
   check(nbytes >= 0, "allocate of ", nbytes, " bytes");
   const int64_t number = ++num_regions_;
-  const Tag tag = {detail::concat("region ", number), 0};
+  const Tag tag = {detail::concat("region ", number)};
   collective({"allocate", tag, {number, 0}, nbytes, 0, 0}, [&] {
     std::shared_ptr<char[]> memory(new char[nbytes + kPage]());
     const auto address = reinterpret_cast<uintptr_t>(memory.get());

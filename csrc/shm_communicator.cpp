@@ -161,8 +161,8 @@ int64_t ShmCommunicator::allocate(int64_t nbytes) {
   int64_t number = 0;
   collective([&] {
     number = ++num_regions_;
-    auto region = make_region(
-        {"allocate", {detail::concat("region ", number), 0}, {number, 0}, nbytes, 0, 0});
+    auto region =
+        make_region({"allocate", {detail::concat("region ", number)}, {number, 0}, nbytes, 0, 0});
     std::lock_guard lock(regions_mutex_);
     regions_[number] = std::move(region);
   });

@@ -1,56 +1,46 @@
-// A communication stream on CPU: one worker thread that runs tasks in the order they were issued,
-// and events to wait for them.
+// Communication streams: tasks run in the order of their issue, beside the thread that issues them.
+// On CPU a worker thread runs them (worker_stream.h); on a GPU each task enqueues work on a CUDA
+// stream (cuda/device_stream.h).
 #pragma once
 
-#include <atomic>
-#include <chrono>
-#include <condition_variable>
-#include <deque>
-#include <exception>
 #include <functional>
 #include <memory>
-#include <mutex>
-#include <string>
-#include <thread>
 
 namespace fsdpx {
 
-// The end of one task. Waiting rethrows what the task threw, every time.
+// The end of one task.
 class Event {
  public:
-  bool query() const;  // true when the task has ended, well or not; never throws
-  bool ended_within(
-      double seconds);        // waits; false after `seconds`; never throws what the task threw
-  void wait(double seconds);  // throws CommTimeout after `seconds`
-  [[noreturn]] static void throw_timeout(double seconds);
+  virtual ~Event() = default;
 
- private:
-  friend class Stream;
-  void finish(std::exception_ptr error);
-  mutable std::mutex mutex_;
-  std::condition_variable ended_;
-  std::atomic<bool> done_ = false;
-  std::exception_ptr error_;
+  // True when the task has ended, well or not; never throws and never waits.
+  virtual bool query() const = 0;
+
+  // The calling thread waits; false after `seconds`. Never throws what the task threw.
+  virtual bool ended_within(double seconds) = 0;
+
+  // From here on the caller may use what the task made: on CPU this waits; on a GPU torch's current
+  // stream does, and the call returns at once. Rethrows what the task threw, every time, and throws
+  // CommTimeout after `seconds`. While it waits it calls `meanwhile` now and then, which may throw.
+  virtual void wait(double seconds, const std::function<void()>& meanwhile = {}) = 0;
 };
 
 class Stream {
  public:
-  explicit Stream(std::string name);  // the thread starts with the first task
-  ~Stream();                          // never waits for tasks: see close()
-  Stream(const Stream&) = delete;
-  Stream& operator=(const Stream&) = delete;
+  virtual ~Stream() = default;
 
-  // Runs `task` after all earlier ones. What the closure owns is released when the task has ended.
-  // Throws after close() and in a forked child.
-  std::shared_ptr<Event> enqueue(std::function<void()> task);
+  // Runs `task` after all earlier ones. What the closure owns is released when the task has run:
+  // on a GPU, when its work has been enqueued. Throws after close() and in a forked child.
+  virtual std::shared_ptr<Event> enqueue(std::function<void()> task) = 0;
 
-  // Runs what is queued for at most `seconds`, drops the rest (their events end with an error) and
-  // joins the thread. Idempotent.
-  void close(double seconds);
+  // Waits for what is queued for at most `seconds` and takes no more. Idempotent.
+  virtual void close(double seconds) = 0;
 
- private:
-  struct State;
-  std::shared_ptr<State> state_;
+  // Order with what the caller computes. `mark` is the end of what it has issued so far; tasks
+  // enqueued after follow(mark) begin later than that. On CPU the caller has computed it when it
+  // calls: there is nothing to wait for, and the mark is null.
+  virtual std::shared_ptr<Event> mark() { return nullptr; }
+  virtual void follow(const Event& mark) { (void)mark; }
 };
 
 }  // namespace fsdpx

@@ -160,11 +160,11 @@ void Unit::accumulate(const std::vector<std::pair<int64_t, uintptr_t>>& buffers,
 }
 
 Reduction Unit::reduce(Stream& stream, std::shared_ptr<Communicator> communicator,
-                       Recorder* recorder, uint64_t generation, double scale,
-                       const std::vector<SegmentTarget>& targets, std::vector<uint8_t> used) {
+                       Recorder* recorder, double scale, const std::vector<SegmentTarget>& targets,
+                       std::vector<uint8_t> used) {
   auto op = std::make_shared<ReduceOp>();
   auto keep_alive = std::make_shared<std::vector<at::Tensor>>();
-  op->tag = {storage_.unit_name(), generation};
+  op->tag = {storage_.unit_name()};
   op->used = std::move(used);
   for (const SegmentTarget& target : targets) {
     const SegmentLayout& segment = segments_.at(target.segment);

@@ -90,7 +90,7 @@ class Unit {
   // Issues one reduce-scatter of all `targets`; the leaves' gradients are dropped when it has read
   // them.
   Reduction reduce(Stream& stream, std::shared_ptr<Communicator> communicator, Recorder* recorder,
-                   uint64_t generation, double scale, const std::vector<SegmentTarget>& targets,
+                   double scale, const std::vector<SegmentTarget>& targets,
                    std::vector<uint8_t> used);
 
  private:

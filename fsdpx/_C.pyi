@@ -55,12 +55,17 @@ def set_isa(name: str) -> None: ...
 class Event:
     def query(self) -> bool: ...
     def wait(self, seconds: float) -> None: ...
+    def ended_within(self, seconds: float) -> bool: ...
+
+class Stream:
+    def enqueue(self, task: Callable[[], object]) -> Event: ...
+    def mark(self) -> Event | None: ...
+    def follow(self, mark: Event | None) -> None: ...
+    def close(self, seconds: float) -> None: ...
 
 @final
-class Stream:
+class WorkerStream(Stream):
     def __init__(self, name: str) -> None: ...
-    def enqueue(self, task: Callable[[], object]) -> Event: ...
-    def close(self, seconds: float) -> None: ...
 
 @final
 class Recorder:
@@ -107,7 +112,6 @@ class ReduceOp:
     def __init__(
         self,
         unit: str,
-        generation: int,
         segments: Sequence[ReduceSegment],
         used: Sequence[int] = ...,
     ) -> None: ...
@@ -135,7 +139,6 @@ class Communicator:
         plan: GatherPlan,
         region: int,
         offset: int,
-        generation: int,
         recorder: Recorder | None = None,
         keep_alive: object = None,
     ) -> Event: ...
@@ -150,7 +153,6 @@ class Communicator:
         self,
         stream: Stream,
         unit: str,
-        generation: int,
         data: int,
         dtype: int,
         numel: int,
@@ -185,6 +187,10 @@ def exchange_communicator(
 
 # ---- Facing torch
 
+has_cuda: bool  # whether the CUDA sources are in this build
+
+def device_stream(device: torch.device) -> Stream: ...
+
 # Gradient, wire, accumulator and shard dtype, numel of a shard, (leaf, offset, numel) of each entry
 _Segment = tuple[int, int, int, int, int, Sequence[tuple[int, int, int]]]
 
@@ -216,7 +222,6 @@ class Unit:
         stream: Stream,
         communicator: Communicator,
         recorder: Recorder | None,
-        generation: int,
         scale: float,
         targets: Sequence[tuple[int, int, bool, int]],
         used: Sequence[bool],

@@ -47,24 +47,25 @@ def resolve_mesh(mesh: DeviceMesh | None, kind: str) -> tuple[ShardGroup, torch.
     if mesh is None:
         if not dist.is_initialized():
             return ShardGroup(None, 0, 1, kind), device
-        return _group(dist.group.WORLD, kind), device
+        return shard_group(dist.group.WORLD, kind), device
     if mesh.device_type != "cpu":
         raise ValueError(
             f"fully_shard: a mesh on {mesh.device_type} is not supported yet: only CPU meshes are"
         )
     if mesh.ndim == 1:
-        return _group(mesh.get_group(), kind), device
+        return shard_group(mesh.get_group(), kind), device
     if mesh.ndim == 2:
-        replicate = mesh.get_group(0)
-        return _group(mesh.get_group(1), kind, replicate, dist.get_world_size(replicate)), device
+        return shard_group(mesh.get_group(1), kind, mesh.get_group(0)), device
     raise ValueError(
         f"fully_shard: the mesh has {mesh.ndim} dimensions; give one with 1 (share) or 2 "
         "(replicate, share)"
     )
 
 
-def _group(group: Any, kind: str, replicate: Any = None, num_replicas: int = 1) -> ShardGroup:
+def shard_group(group: Any, kind: str, replicate: Any = None) -> ShardGroup:
+    """The ranks of `group` share; those of `replicate` (None: none do) hold copies."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
+    num_replicas = 1 if replicate is None else dist.get_world_size(replicate)
     if num_replicas == 1:
         replicate = None
     return ShardGroup(group, rank, size, kind, replicate, num_replicas)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from . import _C
 from .comm import Communicator
@@ -19,6 +20,7 @@ from .memory import Place
 from .mesh import ShardGroup
 from .policies import MixedPrecisionPolicy
 from .shards import Managed, Shards, original_of
+from .zero import ZeroPolicy
 
 WAIT_FOREVER = 1e8  # seconds: the communicators' own limits end every collective
 
@@ -64,7 +66,8 @@ class UnitOptions:
     mp_policy: MixedPrecisionPolicy
     reshard_after_forward: bool | None
     prefetch: int
-    granularity: Granularity
+    granularity: Granularity | Callable[[str, nn.Parameter], Granularity]
+    zero_stage: int = 3
 
 
 class Pending(NamedTuple):
@@ -114,16 +117,20 @@ class Unit:
         if not self.gathered_bytes:
             self.native.attach(self._nothing.data_ptr())
         self._version = self.native.version()
+        self._attached: int | None = None  # generation of what was gathered last
         self._plan_gather: _C.GatherPlan | None = None
         self._comm: Communicator | None = None
         self._replicate_comm: Communicator | None = None
-        self.reshard_after_forward = options.reshard_after_forward
-        self.reshard_after_backward = True
-        self.requires_gradient_sync = True
+        self.zero = ZeroPolicy(options.zero_stage, options.reshard_after_forward)
         self.gradient_divisor: float = group.size * group.num_replicas
+        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.forward_prefetch: Sequence[Unit] | None = None  # chosen by the user
         self.backward_prefetch: Sequence[Unit] | None = None
         self.listener: Any = None  # the schedule
+        self.changed = False  # parameters or modules were registered since the last forward
+        self.ignored: dict[int, nn.Parameter] = {}  # by id: parameters that are left alone
+        self.dictionaries: list[Any] = []  # the native half borrows them
+        self.containers = [(m, len(m._modules)) for m in containers(modules)]
         self.native.set_owner(self)
 
     # ---- Initialization
@@ -143,7 +150,17 @@ class Unit:
                     trains,
                 )
             )
-        return plan_unit(infos, self.group.size, self.options.granularity)
+        return plan_unit(infos, self.group.size, self._granularities())
+
+    def _granularities(self) -> list[Granularity]:
+        """What a cut must leave whole, for each parameter."""
+        chosen = self.options.granularity
+        found: list[Granularity] = []
+        for managed in self.parameters:
+            each = chosen(managed.name, original_of(managed)) if callable(chosen) else chosen
+            managed.whole = each == "parameter"
+            found.append(each)
+        return found
 
     def _make_native(self) -> _C.Unit:
         segments = []
@@ -166,6 +183,8 @@ class Unit:
             flat = self.native.segment(offset, entry.numel, dtype)
             view = flat.view(managed.sharded.shape)
             managed.leaf = nn.Parameter(view, requires_grad=managed.sharded.requires_grad)
+            managed.traits.give_to(managed.leaf)
+            managed.sharded._leaf, managed.sharded._module = managed.leaf, self.class_name
             self.native.add_leaf(managed.leaf)
             if managed.sharded.requires_grad:
                 self.native.watch(index)
@@ -206,9 +225,17 @@ class Unit:
     @property
     def wire_bytes(self) -> int:
         """Bytes of the unit's packed gradients as they travel."""
+        if self.zero.stage == 1:
+            return self.accumulated_bytes
         policy = self.options.mp_policy
         segments = [s for s in self.layout.segments if s.trainable]
         return sum(s.numel * policy.wire_dtype(_torch(s.dtype)).itemsize for s in segments)
+
+    @property
+    def accumulated_bytes(self) -> int:
+        """Bytes of full gradients that are added up in the reduce dtype."""
+        segments = [s for s in self.layout.segments if s.trainable]
+        return sum(s.numel * _torch(s.reduce_dtype).itemsize for s in segments)
 
     @property
     def is_gathered(self) -> bool:
@@ -275,7 +302,6 @@ class Unit:
             self._plan_gather,
             place.region,
             place.offset,
-            0,
             comm.recorder,
         )
         comm.in_flight.add(event, self.shards.flat)
@@ -304,6 +330,10 @@ class Unit:
         assert gathered is not None
         self.wait(gathered.event)
         self.native.attach(gathered.place.pointer)
+        if self._attached not in (None, gathered.generation):
+            # What autograd saved of the former weights must not be read: as after an in-place edit.
+            increment_version([managed.leaf for managed in self.parameters])
+        self._attached = gathered.generation
         self._version = self.native.version()
         self._move(Storage.GATHERED)
 
@@ -324,7 +354,7 @@ class Unit:
             return list(flags)
         counts = torch.tensor(flags, dtype=torch.float32)
         where = (counts.data_ptr(), code(counts.dtype), counts.numel())
-        self.wait(group.native.all_reduce(self.comm.stream, self.name, 0, *where))
+        self.wait(group.native.all_reduce(self.comm.stream, self.name, *where))
         return [count > 0 for count in counts.tolist()]
 
     def free(self) -> Place:
@@ -356,6 +386,17 @@ class Unit:
                 if edited.any():
                     piece[edited] = full[edited].to(piece.dtype)
 
+    def check_unchanged(self) -> None:
+        """Raises if the shards were changed since they were last gathered: a backward that reads
+        the unit now would not see the weights that its forward saw.
+        """
+        if self._attached not in (None, self.generation):
+            raise RuntimeError(
+                f"fsdpx: parameters of unit '{self.name}' were changed (an optimizer step, a "
+                "loaded state dict) after the forward whose backward now reads them: run backward "
+                "before the change, or forward again"
+            )
+
     def check_unedited(self) -> None:
         """Raises if a full parameter was changed in place since it was gathered: the change would
         be lost.
@@ -384,6 +425,12 @@ class Unit:
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit that `fully_shard` made of `module` (alone or in a list), or None."""
     return module.__dict__.get("_fsdpx_unit")
+
+
+def containers(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those among all modules below that take modules in without registering them (`insert`)."""
+    kinds = (nn.ModuleList, nn.Sequential)
+    return [m for module in modules for m in module.modules() if isinstance(m, kinds)]
 
 
 def units(model: nn.Module) -> list[Unit]:

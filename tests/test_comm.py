@@ -148,7 +148,7 @@ def segments_and_flags(rank: int, world_size: int, kind: str) -> None:
         (second.data_ptr(), 1, 96, 128 * world_size, 1),
     ]
     plan = _C.GatherPlan("unit", rows)
-    comm.native.all_gather(comm.stream, plan, region, 128, 7).wait(60)
+    comm.native.all_gather(comm.stream, plan, region, 128).wait(60)
     memory = torch.frombuffer(
         comm.native.region_view(region, 4096 * world_size), dtype=torch.uint8
     )[128:]
@@ -168,7 +168,7 @@ def segments_and_flags(rank: int, world_size: int, kind: str) -> None:
     ]
     used = [0] * (world_size + 1)
     used[rank] = 1
-    op = _C.ReduceOp("unit", 7, segments, used)
+    op = _C.ReduceOp("unit", segments, used)
     comm.native.reduce_scatter(comm.stream, op).wait(60)
     parts = [
         values(r, 64 * world_size, torch.float32)[64 * rank : 64 * rank + 64]

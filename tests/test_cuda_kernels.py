@@ -10,7 +10,8 @@ import itertools
 
 import pytest
 import torch
-from cudasim.shipped import SimulatedPasses, build, find_nvcc
+from cudasim.build import find_nvcc
+from cudasim.shipped import SimulatedPasses, build
 from kernel_cases import FLOATING, SMALL, bits_of, every_value, misaligned, random_bits
 from torch import Tensor
 
@@ -28,7 +29,7 @@ MODES = ((1.0, False), (1 / 3, False), (1.0, True), (-0.7, True))
 
 @pytest.fixture(scope="session")
 def built() -> SimulatedPasses:
-    return SimulatedPasses(*build())
+    return SimulatedPasses(build())
 
 
 @pytest.fixture
@@ -167,13 +168,12 @@ def test_many_pieces_take_few_launches(cuda: SimulatedPasses) -> None:
         pieces.append((None, target + 4 * position, 1))  # zeros in the gap
         flat[position] = 0
         position += 1
-    cuda.convert(pieces, dtype_code(torch.bfloat16), FLOAT32, scale=0.5, stream=0x1234)
+    cuda.convert(pieces, dtype_code(torch.bfloat16), FLOAT32, scale=0.5, stream=cuda.new_stream())
     got = download(cuda, target, flat)
     nan = got.isnan()
     assert torch.equal(nan, flat.isnan())
     assert_same_bits(got[~nan], flat[~nan])
     assert len(cuda.launches) == 6  # of 596 pieces that are not empty, 112 at a time
-    assert cuda.last_stream == 0x1234
 
 
 def test_accumulation_leaves_null_pieces_alone(cuda: SimulatedPasses) -> None:
@@ -185,11 +185,9 @@ def test_accumulation_leaves_null_pieces_alone(cuda: SimulatedPasses) -> None:
 
 def assert_whole_words(cuda: SimulatedPasses, *, loaded: int, stored: int) -> None:
     """All of it moved 16 bytes at a time, and no request touched a sector in part."""
-    memory = cuda.memory
-    assert memory.moved == {("ld", 16): loaded, ("st", 16): stored}
-    assert {kind: 32 * count for kind, count in memory.sectors.items()} == memory.moved
-    memory.moved.clear()
-    memory.sectors.clear()
+    assert cuda.memory.moved == {("ld", 16): loaded, ("st", 16): stored}
+    assert all(access["bytes"] == 32 * access["sectors"] for access in cuda.memory.traffic())
+    cuda.memory.forget()
 
 
 @pytest.mark.parametrize(("from_dtype", "to_dtype"), MOVED_IN_WORDS)
@@ -286,9 +284,9 @@ def test_refused(cuda: SimulatedPasses) -> None:
         cuda.convert([(address, address, -1)], 0, 3)
     with pytest.raises(ValueError, match="a peer is null, or piece 0 has the offset -4"):
         cuda.gather([(address, 1, -4)], [address], 0, 0)
-    with pytest.raises(ValueError, match="piece 0 .* is not aligned to its elements"):
+    with pytest.raises(ValueError, match=r"piece 0 .* is not aligned to its elements"):
         cuda.gather([(address, 1, 2)], [address], 0, 0)
-    with pytest.raises(ValueError, match="129 sources; give 1 to 128"):
+    with pytest.raises(ValueError, match=r"129 sources; give 1 to 128"):
         cuda.reduce([address] * 129, 0, address, 0, 1)
     with pytest.raises(ValueError, match="source 1 is null or not aligned"):
         cuda.reduce([address, address + 2], 0, address + 64, 0, 1)

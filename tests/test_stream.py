@@ -16,7 +16,7 @@ from fsdpx.errors import CommTimeout
 
 
 def test_tasks_run_in_order_on_one_thread_that_is_not_ours() -> None:
-    stream = _C.Stream("test")
+    stream = _C.WorkerStream("test")
     seen: list[tuple[int, int]] = []
     for i in range(100):
         last = stream.enqueue(lambda i=i: seen.append((i, threading.get_ident())))
@@ -32,7 +32,7 @@ def test_no_thread_before_the_first_task() -> None:
         return len(os.listdir("/proc/self/task"))
 
     before = num_threads()
-    stream = _C.Stream("test")
+    stream = _C.WorkerStream("test")
     assert num_threads() == before
     stream.enqueue(lambda: None).wait(10)
     assert num_threads() == before + 1
@@ -41,7 +41,7 @@ def test_no_thread_before_the_first_task() -> None:
 
 
 def test_an_error_goes_to_its_event_every_time_and_to_no_other() -> None:
-    stream = _C.Stream("test")
+    stream = _C.WorkerStream("test")
     bad = stream.enqueue(lambda: 1 / 0)
     good = stream.enqueue(lambda: None)
     for _ in range(2):
@@ -53,7 +53,7 @@ def test_an_error_goes_to_its_event_every_time_and_to_no_other() -> None:
 
 
 def test_a_wait_has_a_limit() -> None:
-    stream = _C.Stream("test")
+    stream = _C.WorkerStream("test")
     gate = threading.Event()
     event = stream.enqueue(gate.wait)
     assert not event.query()
@@ -69,7 +69,7 @@ def test_what_a_task_owns_is_free_when_its_event_ends() -> None:
         def __call__(self) -> None:
             pass
 
-    stream = _C.Stream("test")
+    stream = _C.WorkerStream("test")
     for _ in range(50):
         owned = Owned()
         reference = weakref.ref(owned)
@@ -81,7 +81,7 @@ def test_what_a_task_owns_is_free_when_its_event_ends() -> None:
 
 
 def test_close_runs_what_is_queued_and_takes_no_more() -> None:
-    stream = _C.Stream("test")
+    stream = _C.WorkerStream("test")
     done: list[int] = []
     events = [stream.enqueue(lambda i=i: (time.sleep(0.01), done.append(i))) for i in range(5)]
     stream.close(10)
@@ -93,7 +93,7 @@ def test_close_runs_what_is_queued_and_takes_no_more() -> None:
 
 
 def test_close_drops_what_does_not_end_in_time() -> None:
-    stream = _C.Stream("test")
+    stream = _C.WorkerStream("test")
     started, gate = threading.Event(), threading.Event()
     running = stream.enqueue(lambda: (started.set(), gate.wait()))
     assert started.wait(10)
@@ -109,7 +109,7 @@ def test_close_drops_what_does_not_end_in_time() -> None:
 
 
 def test_a_stream_that_nobody_closed_does_not_wait_when_it_goes() -> None:
-    stream = _C.Stream("test")
+    stream = _C.WorkerStream("test")
     started, gate = threading.Event(), threading.Event()
     running = stream.enqueue(lambda: (started.set(), gate.wait()))
     assert started.wait(10)
@@ -123,7 +123,7 @@ def test_a_stream_that_nobody_closed_does_not_wait_when_it_goes() -> None:
 FORK = """
 import os, sys
 from fsdpx import _C
-stream = _C.Stream("test")
+stream = _C.WorkerStream("test")
 stream.enqueue(lambda: None).wait(10)
 child = os.fork()
 if child == 0:

@@ -26,7 +26,7 @@ MAX_FUNCTION_LINES = 60
 PYTHON_ROWS = (
     ("_C", "_build_info"),
     ("_native", "errors", "events", "dtypes"),
-    ("policies", "layout", "probe", "torch_private"),
+    ("policies", "layout", "zero", "probe", "torch_private"),
     ("reference",),
     ("ops",),
     ("comm",),
@@ -35,19 +35,20 @@ PYTHON_ROWS = (
     ("mesh",),
     ("shards",),
     ("unit",),
-    ("gradients", "collect", "order"),
-    ("schedule",),
+    ("gradients", "collect", "order", "attributes", "residency"),
+    ("schedule", "changes"),
     ("hooks",),
     ("module", "describe", "full_parameters"),
     ("fully_shard",),
+    ("fsdp1",),
     ("timeline", "checkpoint"),
     ("__init__",),
 )
 # Files of one native row may include each other. The first pattern that matches a name decides.
 NATIVE_ROWS = (
-    r"check|dtype|element|cuda/.*",
+    r"check|dtype|element|cuda/(?!device_|nccl|nvlink|watchdog).*",
     r"kernels.*",
-    r"stream|trace|communicator|comm_.*|shm_.*|exchange_communicator.*",
+    r"stream|worker_stream|trace|communicator|comm_.*|shm_.*|exchange_communicator.*|cuda/.*",
     r"torch_.*",
     r"bind_.*|bindings",
 )

@@ -23,7 +23,9 @@ def stub_names(body: list[ast.stmt]) -> dict[str, list[ast.stmt]]:
 
 
 def runtime_names(owner: object) -> set[str]:
-    return {name for name in dir(owner) if not name.startswith("_")}
+    """Public names of a module, or those that a class adds to its bases."""
+    names = vars(owner) if isinstance(owner, type) else dir(owner)
+    return {name for name in names if not name.startswith("_")}
 
 
 def test_stub_matches_module() -> None:

@@ -87,7 +87,7 @@ class Communicator:
         self.rank: int = native.rank
         self.size: int = native.size
         self.timeout = timeout
-        self.stream = _C.Stream("fsdpx-comm")
+        self.stream = _C.WorkerStream("fsdpx-comm")
         self.recorder = _C.Recorder()
         self.in_flight = InFlight()
         self.closed = False
@@ -158,7 +158,6 @@ class Communicator:
             _C.GatherPlan("all_gather", [row]),
             region,
             offset,
-            0,
             recorder=self.recorder,
             keep_alive=(shard, out),
         )
@@ -235,7 +234,7 @@ class Communicator:
             scale,
             accumulate,
         )
-        op = _C.ReduceOp("reduce_scatter", 0, [segment])
+        op = _C.ReduceOp("reduce_scatter", [segment])
         event = self.native.reduce_scatter(
             self.stream, op, recorder=self.recorder, keep_alive=(list(tensors), shard)
         )
@@ -257,7 +256,6 @@ class Communicator:
         event = self.native.all_reduce(
             self.stream,
             "all_reduce",
-            0,
             tensor.data_ptr(),
             dtype_code(tensor.dtype),
             tensor.numel(),

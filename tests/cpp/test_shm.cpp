@@ -104,7 +104,7 @@ void many_steps(Communicator& comm, int num_steps, int64_t numel) {
       const int64_t extra = comm.allocate(1 + branches() % 10000);
       comm.release(extra);
     }
-    if (branches() % 20 == 0) comm.barrier({"barrier", 0});
+    if (branches() % 20 == 0) comm.barrier({"barrier"});
   }
 }
 
@@ -112,7 +112,7 @@ void sum_everywhere(Communicator& comm) {
   for (const int64_t numel : {0, 1, 2, 7, 1000}) {
     std::vector<double> data(numel);
     for (int64_t i = 0; i < numel; ++i) data[i] = static_cast<double>(i + comm.rank());
-    comm.all_reduce({"sums", 0}, data.data(), DType::kFloat64, numel, 2.0);
+    comm.all_reduce({"sums"}, data.data(), DType::kFloat64, numel, 2.0);
     const int size = comm.size();
     for (int64_t i = 0; i < numel; ++i)
       CHECK_EQ(data[i], 2.0 * static_cast<double>(size * i + size * (size - 1) / 2));
@@ -217,22 +217,20 @@ TEST(ranks_that_differ_all_learn_it) {
     CHECK(has(error, "unit 'layers.1'"));
     CHECK(has(error, "rank 1"));
     // Of no use from here on, at once.
-    CHECK(has(error_of<DesyncError>([&] { comm.barrier({"later", 0}); }), "layers.1"));
+    CHECK(has(error_of<DesyncError>([&] { comm.barrier({"later"}); }), "layers.1"));
   });
 }
 
-TEST(generations_places_and_sizes_are_compared) {
+TEST(places_and_sizes_are_compared) {
   const auto differ = [](const std::function<void(GatherOp&)>& change) {
     run_local(2, kPatient, [&](Communicator& comm) {
       std::vector<float> shard(64);
       const int64_t region = comm.allocate(4096);
-      GatherOp op = {
-          {"u", 1}, {region, 0}, {{shard.data(), DType::kFloat32, 8, 0, DType::kFloat32}}};
+      GatherOp op = {{"u"}, {region, 0}, {{shard.data(), DType::kFloat32, 8, 0, DType::kFloat32}}};
       if (comm.rank() == 1) change(op);
       CHECK(has(error_of<DesyncError>([&] { comm.all_gather(op); }), "differs between ranks"));
     });
   };
-  differ([](GatherOp& op) { op.tag.generation = 2; });
   differ([](GatherOp& op) { op.place.offset = 64; });
   differ([](GatherOp& op) { op.segments[0].numel = 9; });
   differ([](GatherOp& op) { op.segments[0].dst_dtype = DType::kBFloat16; });
@@ -240,15 +238,15 @@ TEST(generations_places_and_sizes_are_compared) {
 
 TEST(a_rank_that_never_comes_is_a_timeout_everywhere) {
   run_local(3, limited(0.3), [](Communicator& comm) {
-    comm.barrier({"together", 0});
+    comm.barrier({"together"});
     if (comm.rank() == 2) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1500));
-      CHECK(has(error_of<CommTimeout>([&] { comm.barrier({"late", 0}); }), "rank 2"));
+      CHECK(has(error_of<CommTimeout>([&] { comm.barrier({"late"}); }), "rank 2"));
       return;
     }
     std::string error;
     const double seconds =
-        seconds_of([&] { error = error_of<CommTimeout>([&] { comm.barrier({"layers.5", 0}); }); });
+        seconds_of([&] { error = error_of<CommTimeout>([&] { comm.barrier({"layers.5"}); }); });
     CHECK(seconds < 1.2);
     CHECK(has(error, "layers.5"));
     CHECK(has(error, "collective 3"));
@@ -261,7 +259,7 @@ TEST(a_failure_on_one_rank_reaches_all) {
     Worker worker(comm, 10);
     const auto error = error_of<std::exception>([&] {
       if (comm.rank() == 0) {
-        comm.all_gather({{"u", 0}, {99, 0}, {}});
+        comm.all_gather({{"u"}, {99, 0}, {}});
       } else {
         worker.gather(0, "u");
       }
@@ -272,11 +270,11 @@ TEST(a_failure_on_one_rank_reaches_all) {
 
 TEST(a_rank_that_leaves_is_noticed_at_once) {
   run_threads("sockets", 2, kPatient, [](Communicator& comm) {
-    comm.barrier({"together", 0});
+    comm.barrier({"together"});
     if (comm.rank() == 1) return;  // closes
     std::string error;
-    const double seconds = seconds_of(
-        [&] { error = error_of<std::runtime_error>([&] { comm.barrier({"alone", 0}); }); });
+    const double seconds =
+        seconds_of([&] { error = error_of<std::runtime_error>([&] { comm.barrier({"alone"}); }); });
     CHECK(seconds < 5);
     CHECK(has(error, "rank 1 has left"));
   });
@@ -284,11 +282,11 @@ TEST(a_rank_that_leaves_is_noticed_at_once) {
 
 TEST(a_killed_rank_is_noticed_by_its_socket) {
   const auto codes = run_processes("sockets", 3, kPatient, [](Communicator& comm) {
-    comm.barrier({"together", 0});
+    comm.barrier({"together"});
     if (comm.rank() == 1) _exit(9);
     std::string error;
-    const double seconds = seconds_of(
-        [&] { error = error_of<std::runtime_error>([&] { comm.barrier({"alone", 0}); }); });
+    const double seconds =
+        seconds_of([&] { error = error_of<std::runtime_error>([&] { comm.barrier({"alone"}); }); });
     CHECK(seconds < 5);
     CHECK(has(error, "the process of rank 1 has ended"));
   });
@@ -307,7 +305,7 @@ TEST(close_ends_a_wait_of_this_rank) {
       std::this_thread::sleep_for(std::chrono::milliseconds(100));
       comm.close();
     });
-    CHECK(has(error_of<std::runtime_error>([&] { comm.barrier({"alone", 0}); }), "closed"));
+    CHECK(has(error_of<std::runtime_error>([&] { comm.barrier({"alone"}); }), "closed"));
     closer.join();
   });
 }
@@ -317,14 +315,14 @@ TEST(a_forked_child_gets_an_error_and_leaves_the_group_alone) {
     const pid_t child = fork();
     if (child == 0) {
       const bool clear =
-          has(error_of<std::runtime_error>([&] { comm.barrier({"child", 0}); }), "forked child");
+          has(error_of<std::runtime_error>([&] { comm.barrier({"child"}); }), "forked child");
       comm.close();
       _exit(clear ? 0 : 1);
     }
     int status = 0;
     waitpid(child, &status, 0);
     CHECK_EQ(WEXITSTATUS(status), 0);
-    comm.barrier({"parent", 0});
+    comm.barrier({"parent"});
   });
 }
 

@@ -8,12 +8,12 @@
 
 #include "../../csrc/check.h"
 #include "check.h"
-#include "stream.h"
+#include "worker_stream.h"
 
 namespace fsdpx::test {
 
 TEST(tasks_of_one_thread_run_in_order) {
-  Stream stream("test");
+  WorkerStream stream("test");
   std::vector<int> seen;  // written by the worker, read after the last event
   std::shared_ptr<Event> last;
   for (int i = 0; i < 2000; ++i) last = stream.enqueue([&seen, i] { seen.push_back(i); });
@@ -24,7 +24,7 @@ TEST(tasks_of_one_thread_run_in_order) {
 }
 
 TEST(many_threads_issue_and_wait) {
-  Stream stream("test");
+  WorkerStream stream("test");
   int64_t sum = 0;  // only the worker touches it
   std::vector<std::thread> threads;
   for (int t = 0; t < 4; ++t) {
@@ -47,7 +47,7 @@ TEST(many_threads_issue_and_wait) {
 }
 
 TEST(errors_reach_only_their_event) {
-  Stream stream("test");
+  WorkerStream stream("test");
   auto bad = stream.enqueue([] { throw DesyncError("bad"); });
   auto good = stream.enqueue([] {});
   CHECK_THROWS(DesyncError, "bad", bad->wait(60));
@@ -62,7 +62,7 @@ TEST(streams_go_at_any_moment) {
     auto count = std::make_shared<std::atomic<int>>(0);
     std::vector<std::shared_ptr<Event>> events;
     {
-      Stream stream("test");
+      WorkerStream stream("test");
       for (unsigned i = 0; i < random() % 8; ++i)
         events.push_back(stream.enqueue([count] { count->fetch_add(1); }));
       if (random() % 2 == 0) std::this_thread::yield();

@@ -1,11 +1,13 @@
-#include "stream.h"
+#include "worker_stream.h"
 
 #include <pthread.h>
 #include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cmath>
+#include <chrono>
+#include <deque>
+#include <thread>
 #include <utility>
 
 #include "check.h"
@@ -39,26 +41,28 @@ bool becomes_true_soon(const Ready& ready) {
 
 }  // namespace
 
-bool Event::query() const { return done_.load(std::memory_order_acquire); }
+bool WorkerEvent::query() const { return done_.load(std::memory_order_acquire); }
 
-bool Event::ended_within(double seconds) {
+bool WorkerEvent::ended_within(double seconds) {
   if (becomes_true_soon([this] { return query(); })) return true;
   std::unique_lock lock(mutex_);
   return ended_.wait_until(lock, deadline_after(seconds), [this] { return query(); });
 }
 
-void Event::throw_timeout(double seconds) {
-  throw CommTimeout(
-      detail::concat("fsdpx: a task of the communication stream did not end within ", seconds,
-                     " s. A peer may be slow or stuck; raise the time limit if it is only slow."));
-}
-
-void Event::wait(double seconds) {
-  if (!ended_within(seconds)) throw_timeout(seconds);
+// In short pieces, so that `meanwhile` can look for Ctrl-C.
+void WorkerEvent::wait(double seconds, const std::function<void()>& meanwhile) {
+  constexpr double kPiece = 0.1;
+  for (double left = seconds; !ended_within(std::min(std::max(left, 0.0), kPiece));
+       left -= kPiece) {
+    check<CommTimeout>(left > kPiece, "a task of the communication stream did not end within ",
+                       seconds,
+                       " s. A peer may be slow or stuck; raise the time limit if it is only slow.");
+    if (meanwhile) meanwhile();
+  }
   if (error_) std::rethrow_exception(error_);
 }
 
-void Event::finish(std::exception_ptr error) {
+void WorkerEvent::finish(std::exception_ptr error) {
   {
     std::lock_guard lock(mutex_);
     error_ = std::move(error);
@@ -67,10 +71,10 @@ void Event::finish(std::exception_ptr error) {
   ended_.notify_all();
 }
 
-struct Stream::State {
+struct WorkerStream::State {
   struct Item {
     std::function<void()> task;
-    std::shared_ptr<Event> event;
+    std::shared_ptr<WorkerEvent> event;
   };
 
   std::string name;
@@ -92,7 +96,7 @@ struct Stream::State {
   void drop_items();
 };
 
-void Stream::State::start(const std::shared_ptr<State>& self) {
+void WorkerStream::State::start(const std::shared_ptr<State>& self) {
   // Signals belong to the threads that the program knows of (Python handles them in its main
   // thread).
   sigset_t all, before;
@@ -109,7 +113,7 @@ void Stream::State::start(const std::shared_ptr<State>& self) {
   pthread_setname_np(worker->native_handle(), name.substr(0, 15).c_str());
 }
 
-void Stream::State::run() {
+void WorkerStream::State::run() {
   std::unique_lock lock(mutex);
   int64_t num_run = 0;
   while (true) {
@@ -141,7 +145,7 @@ void Stream::State::run() {
 }
 
 // Ends all queued events with an error. Called without the lock: closures may own anything.
-void Stream::State::drop_items() {
+void WorkerStream::State::drop_items() {
   std::deque<Item> dropped;
   {
     std::lock_guard lock(mutex);
@@ -154,11 +158,11 @@ void Stream::State::drop_items() {
   }
 }
 
-Stream::Stream(std::string name) : state_(std::make_shared<State>()) {
+WorkerStream::WorkerStream(std::string name) : state_(std::make_shared<State>()) {
   state_->name = std::move(name);
 }
 
-Stream::~Stream() {
+WorkerStream::~WorkerStream() {
   if (state_->in_child()) return;
   {
     std::lock_guard lock(state_->mutex);
@@ -172,13 +176,13 @@ Stream::~Stream() {
   state_->drop_items();
 }
 
-std::shared_ptr<Event> Stream::enqueue(std::function<void()> task) {
+std::shared_ptr<Event> WorkerStream::enqueue(std::function<void()> task) {
   // Before the lock: in a child, the thread that holds it may not exist.
   check<std::runtime_error>(!state_->in_child(), "the communication stream '", state_->name,
                             "' belongs to process ", state_->pid,
                             ". A forked child can't run collectives; start workers with 'spawn' or "
                             "'forkserver', or create the process group in the child.");
-  auto event = std::make_shared<Event>();
+  auto event = std::make_shared<WorkerEvent>();
   {
     std::lock_guard lock(state_->mutex);
     check<std::runtime_error>(!state_->closed, "the communication stream '", state_->name,
@@ -191,7 +195,7 @@ std::shared_ptr<Event> Stream::enqueue(std::function<void()> task) {
   return event;
 }
 
-void Stream::close(double seconds) {
+void WorkerStream::close(double seconds) {
   if (state_->in_child()) return;
   const auto deadline = deadline_after(seconds);
   std::unique_lock lock(state_->mutex);

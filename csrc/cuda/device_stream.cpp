@@ -1,0 +1,135 @@
+#include "device_stream.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+#include <utility>
+
+#include "../check.h"
+
+namespace fsdpx::cuda {
+
+void check_cuda(cudaError_t error, const char* what) {
+  check<std::runtime_error>(error == cudaSuccess, what, ": ", cudaGetErrorString(error));
+}
+
+DeviceGuard::DeviceGuard(int device) {
+  int now = 0;
+  check_cuda(cudaGetDevice(&now), "cudaGetDevice");
+  if (now == device) return;
+  check_cuda(cudaSetDevice(device), "cudaSetDevice");
+  before_ = now;
+}
+
+DeviceGuard::~DeviceGuard() {
+  if (before_ >= 0) cudaSetDevice(before_);
+}
+
+cudaEvent_t EventPool::take() {
+  {
+    std::lock_guard lock(mutex_);
+    if (!free_.empty()) {
+      const cudaEvent_t event = free_.back();
+      free_.pop_back();
+      return event;
+    }
+  }
+  cudaEvent_t event = nullptr;
+  check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
+  return event;
+}
+
+void EventPool::give(cudaEvent_t event) {
+  std::lock_guard lock(mutex_);
+  free_.push_back(event);
+}
+
+// ---- Events
+
+DeviceEvent::DeviceEvent(int device, std::shared_ptr<EventPool> pool, cudaStream_t stream,
+                         CurrentStream current, std::exception_ptr error)
+    : device_(device),
+      pool_(std::move(pool)),
+      current_(current),
+      event_(pool_->take()),
+      error_(std::move(error)) {
+  check_cuda(cudaEventRecord(event_, stream), "cudaEventRecord");
+}
+
+DeviceEvent::~DeviceEvent() { pool_->give(event_); }
+
+bool DeviceEvent::query() const { return cudaEventQuery(event_) != cudaErrorNotReady; }
+
+bool DeviceEvent::ended_within(double seconds) {
+  using Clock = std::chrono::steady_clock;
+  const auto begin = Clock::now();
+  auto pause = std::chrono::microseconds(10);
+  while (!query()) {
+    if (std::chrono::duration<double>(Clock::now() - begin).count() > seconds) return false;
+    std::this_thread::sleep_for(pause);
+    pause = std::min(2 * pause, std::chrono::microseconds(1000));
+  }
+  return true;
+}
+
+void DeviceEvent::wait(double, const std::function<void()>&) {
+  if (error_) std::rethrow_exception(error_);
+  hold(current_(device_));
+}
+
+void DeviceEvent::hold(cudaStream_t stream) const {
+  check_cuda(cudaStreamWaitEvent(stream, event_, 0), "cudaStreamWaitEvent");
+}
+
+// ---- The stream
+
+DeviceStream::DeviceStream(int device, cudaStream_t stream, CurrentStream current)
+    : device_(device), stream_(stream), current_(current), pid_(getpid()) {}
+
+std::shared_ptr<Event> DeviceStream::enqueue(std::function<void()> task) {
+  check<std::runtime_error>(getpid() == pid_, "this communication stream belongs to process ", pid_,
+                            ". A forked child can't use CUDA; start workers with 'spawn' or "
+                            "'forkserver'.");
+  std::lock_guard lock(mutex_);
+  check<std::runtime_error>(!closed_, "the communication stream is closed");
+  const DeviceGuard guard(device_);
+  std::exception_ptr error;
+  try {
+    task();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  task = nullptr;
+  latest_ = std::make_shared<DeviceEvent>(device_, pool_, stream_, current_, std::move(error));
+  return latest_;
+}
+
+void DeviceStream::close(double seconds) {
+  if (getpid() != pid_) return;
+  std::shared_ptr<Event> latest;
+  {
+    std::lock_guard lock(mutex_);
+    closed_ = true;
+    latest = std::exchange(latest_, nullptr);
+  }
+  if (latest != nullptr) latest->ended_within(seconds);
+}
+
+std::shared_ptr<Event> DeviceStream::mark() {
+  const DeviceGuard guard(device_);
+  return std::make_shared<DeviceEvent>(device_, pool_, current(), current_);
+}
+
+void DeviceStream::follow(const Event& mark) {
+  const auto* event = dynamic_cast<const DeviceEvent*>(&mark);
+  check(event != nullptr, "a CUDA stream can't follow an event of the CPU");
+  event->hold(stream_);
+}
+
+void DeviceStream::order(cudaStream_t first, cudaStream_t then) {
+  DeviceEvent(device_, pool_, first, current_).hold(then);
+}
+
+}  // namespace fsdpx::cuda

@@ -1,0 +1,99 @@
+// A communication stream on a GPU: a CUDA stream and its events. Nothing here waits on the host
+// but close() and Event::ended_within().
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "../stream.h"
+
+namespace fsdpx::cuda {
+
+// Throws std::runtime_error with CUDA's own words and `what` was tried.
+void check_cuda(cudaError_t error, const char* what);
+
+// Makes `device` the calling thread's for a scope.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device);
+  ~DeviceGuard();
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int before_ = -1;
+};
+
+// Which stream the caller computes on: torch's current one.
+using CurrentStream = cudaStream_t (*)(int device);
+
+// Events are used again, so that a step makes none. They are never destroyed: their number is that
+// of the collectives in flight at most, and the last ones go when CUDA itself may be gone.
+class EventPool {
+ public:
+  cudaEvent_t take();
+  void give(cudaEvent_t event);
+
+ private:
+  std::mutex mutex_;
+  std::vector<cudaEvent_t> free_;
+};
+
+class DeviceEvent final : public Event {
+ public:
+  // Records on `stream`; `error` is what the task threw. `current` is the stream that wait() holds.
+  DeviceEvent(int device, std::shared_ptr<EventPool> pool, cudaStream_t stream,
+              CurrentStream current, std::exception_ptr error = nullptr);
+  ~DeviceEvent() override;
+  DeviceEvent(const DeviceEvent&) = delete;
+  DeviceEvent& operator=(const DeviceEvent&) = delete;
+
+  bool query() const override;
+  bool ended_within(double seconds) override;
+  void wait(double seconds, const std::function<void()>& meanwhile = {}) override;
+  void hold(cudaStream_t stream) const;  // what is enqueued there from now on begins later
+
+ private:
+  const int device_;
+  const std::shared_ptr<EventPool> pool_;
+  const CurrentStream current_;
+  const cudaEvent_t event_;
+  const std::exception_ptr error_;
+};
+
+class DeviceStream final : public Stream {
+ public:
+  DeviceStream(int device, cudaStream_t stream, CurrentStream current);
+
+  int device() const { return device_; }
+  cudaStream_t get() const { return stream_; }
+  cudaStream_t current() const { return current_(device_); }
+
+  // Runs `task` now, on the calling thread: it enqueues on get(). What it throws goes into the
+  // event.
+  std::shared_ptr<Event> enqueue(std::function<void()> task) override;
+  void close(double seconds) override;
+  std::shared_ptr<Event> mark() override;
+  void follow(const Event& mark) override;
+
+  // `first`, then `then`: what is enqueued on `then` from now on begins after what is on `first`.
+  void order(cudaStream_t first, cudaStream_t then);
+
+ private:
+  const int device_;
+  const cudaStream_t stream_;
+  const CurrentStream current_;
+  const int pid_;
+  const std::shared_ptr<EventPool> pool_ = std::make_shared<EventPool>();
+  std::mutex mutex_;
+  bool closed_ = false;
+  std::shared_ptr<Event> latest_;
+};
+
+}  // namespace fsdpx::cuda
