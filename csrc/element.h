@@ -49,11 +49,15 @@ FSDPX_HD float add(float a, float b) { return __fadd_rn(a, b); }
 FSDPX_HD double add(double a, double b) { return __dadd_rn(a, b); }
 FSDPX_HD float multiply(float a, float b) { return __fmul_rn(a, b); }
 FSDPX_HD double multiply(double a, double b) { return __dmul_rn(a, b); }
+FSDPX_HD float divide(float a, float b) { return __fdiv_rn(a, b); }
+FSDPX_HD float square_root(float a) { return __fsqrt_rn(a); }
 #else
 FSDPX_HD float add(float a, float b) { return a + b; }
 FSDPX_HD double add(double a, double b) { return a + b; }
 FSDPX_HD float multiply(float a, float b) { return a * b; }
 FSDPX_HD double multiply(double a, double b) { return a * b; }
+FSDPX_HD float divide(float a, float b) { return a / b; }
+FSDPX_HD float square_root(float a) { return __builtin_sqrtf(a); }
 #endif
 
 namespace element {

@@ -6,11 +6,9 @@
 #include <cstring>
 #include <string>
 #include <string_view>
-#if defined(__SSE2__)
-#include <xmmintrin.h>
-#endif
 
 #include "check.h"
+#include "float_environment.h"
 #include "kernels_table.h"
 
 namespace fsdpx {
@@ -25,29 +23,6 @@ constexpr int64_t kSumBlock = 256;
 constexpr uintptr_t kLineBytes = 64;                 // a cache line
 constexpr int64_t kSpreadBytes = int64_t{16} << 10;  // on their way to several destinations
 constexpr int64_t kMaxNumel = int64_t{1} << 58;      // sizes in bytes stay within 64 bits
-
-// Subnormals are kept and rounding is to nearest even whatever the calling thread has set.
-class FloatEnvironment {
- public:
-#if defined(__SSE2__)
-  FloatEnvironment() : saved_(_mm_getcsr()) {
-    if (saved_ != kDefault) _mm_setcsr(kDefault);
-  }
-  ~FloatEnvironment() {
-    if (saved_ != kDefault) _mm_setcsr(saved_);
-  }
-#else
-  FloatEnvironment() = default;
-#endif
-  FloatEnvironment(const FloatEnvironment&) = delete;
-  FloatEnvironment& operator=(const FloatEnvironment&) = delete;
-
-#if defined(__SSE2__)
- private:
-  static constexpr unsigned kDefault = 0x1f80;  // all exceptions masked, nothing else
-  const unsigned saved_;
-#endif
-};
 
 std::span<const PassTable* const> tables() {  // the best first
 #if defined(__x86_64__)

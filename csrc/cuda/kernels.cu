@@ -51,7 +51,7 @@ class Pieces {
     if (numel == 0 || (src == nullptr && table_.accumulate != 0)) return;
     numel *= units_;
     const int32_t head = head_of(src, dst, numel);
-    const int64_t tiles = (numel - std::max(head, 0) + kTile - 1) / kTile;
+    const int64_t tiles = tiles_of(numel, head);
     check(tiles <= kMaxTiles, "CUDA ", operation_, ": a piece of ", numel,
           " elements is too large");
     if (table_.num_pieces == kMaxPieces || num_tiles_ + tiles > kMaxTiles) flush();
@@ -75,9 +75,9 @@ class Pieces {
     }
     if (differ % 16 != 0) return kNoVectors;
     const Walk target{first + static_cast<uintptr_t>(dst), itemsize(to_) / units_};
-    if (src == nullptr) return elements_to_alignment({target}, numel, kNoVectors);
+    if (src == nullptr) return elements_to_alignment({target}, numel);
     const Walk source{reinterpret_cast<uintptr_t>(src), itemsize(from_) / units_};
-    return elements_to_alignment({source, target}, numel, kNoVectors);
+    return elements_to_alignment({source, target}, numel);
   }
 
   void launch(unsigned num_tiles) {
@@ -160,9 +160,8 @@ void reduce(std::span<const void* const> srcs, DType from, void* dst, DType to, 
   table.accumulate = accumulate ? 1 : 0;
   const Walk source{first, itemsize(from)};
   const Walk target{reinterpret_cast<uintptr_t>(dst), itemsize(to)};
-  table.head =
-      differ % 16 != 0 ? kNoVectors : elements_to_alignment({source, target}, numel, kNoVectors);
-  const int64_t num_tiles = (numel - std::max(table.head, 0) + kTile - 1) / kTile;
+  table.head = differ % 16 != 0 ? kNoVectors : elements_to_alignment({source, target}, numel);
+  const int64_t num_tiles = tiles_of(numel, table.head);
   with_floating(to, [&](auto tag) {
     launch_reduce<typename decltype(tag)::Type>(table, static_cast<unsigned>(num_tiles), from,
                                                 static_cast<cudaStream_t>(stream));

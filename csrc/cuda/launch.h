@@ -1,4 +1,4 @@
-// What the launching functions share: from dtypes to types, alignment, and errors.
+// What launches share: sizes, from dtypes to types, alignment, and errors.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,6 +14,10 @@
 #include "../element.h"
 
 namespace fsdpx::cuda {
+
+constexpr int kNumThreads = 256;    // of a block
+constexpr int64_t kTile = 8192;     // elements of one block
+constexpr int32_t kNoVectors = -1;  // in place of a number of elements, where none aligns
 
 template <typename T>
 struct Tag {
@@ -60,10 +64,9 @@ struct Walk {
   int64_t itemsize;
 };
 
-// The least number of elements after which all addresses are multiples of 16 bytes; `never` when
+// The least number of elements after which all addresses are multiples of 16 bytes; kNoVectors when
 // there is none, or when there are not that many elements.
-inline int32_t elements_to_alignment(std::initializer_list<Walk> walks, int64_t numel,
-                                     int32_t never) {
+inline int32_t elements_to_alignment(std::initializer_list<Walk> walks, int64_t numel) {
   const auto aligned_after = [&](int64_t count) {
     return std::all_of(walks.begin(), walks.end(), [&](const Walk& walk) {
       return (walk.address + static_cast<uintptr_t>(count * walk.itemsize)) % 16 == 0;
@@ -75,7 +78,12 @@ inline int32_t elements_to_alignment(std::initializer_list<Walk> walks, int64_t 
   for (int64_t count = 0; count < std::min(period, numel); ++count) {
     if (aligned_after(count)) return static_cast<int32_t>(count);
   }
-  return never;
+  return kNoVectors;
+}
+
+// Blocks for `numel` elements of which `head` come before the first tile.
+inline int64_t tiles_of(int64_t numel, int32_t head) {
+  return (numel - std::max(head, 0) + kTile - 1) / kTile;
 }
 
 }  // namespace fsdpx::cuda

@@ -6,15 +6,12 @@
 
 #include <cstdint>
 
-#include "../dtype.h"
 #include "kernels.h"
+#include "launch.h"
 
 namespace fsdpx::cuda {
 
-constexpr int kNumThreads = 256;    // of a block
-constexpr int64_t kTile = 8192;     // elements of one block
-constexpr int kMaxPieces = 112;     // the table stays below 4 KiB of arguments
-constexpr int32_t kNoVectors = -1;  // pointers that no number of elements aligns
+constexpr int kMaxPieces = 112;  // the table stays below 4 KiB of arguments
 
 struct PieceEntry {
   const void* src;

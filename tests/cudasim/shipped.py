@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -23,7 +24,8 @@ def build() -> Path:
 
     One that was built of the same sources before is used again.
     """
-    sources = [*sorted((CSRC / "cuda").glob("*.cu")), HERE / "launches.cpp"]
+    sources = [*sorted((CSRC / "cuda").glob("*.cu")), CSRC / "shard_passes.cpp"]
+    sources.append(HERE / "launches.cpp")
     headers = [*CSRC.glob("*.h"), *(CSRC / "cuda").glob("*.h"), *(CSRC / "cuda").glob("*.cuh")]
     objects = runtime_objects()
     content = [path.read_bytes() for path in (*sources, *sorted(headers), *objects)]
@@ -42,7 +44,8 @@ def compile_in(directory: Path, sources: list[Path], runtime: list[Path]) -> Pat
 
     def compile_one(source: Path) -> str:
         target = str(directory / f"{source.stem}.o")
-        run([str(find_nvcc()), *flags, "-c", str(source), "-o", target])
+        launcher = os.environ.get("CMAKE_CUDA_COMPILER_LAUNCHER", "").split()
+        run([*launcher, str(find_nvcc()), *flags, "-c", str(source), "-o", target])
         return target
 
     with ThreadPoolExecutor(2) as pool:
@@ -65,6 +68,21 @@ class _Piece(ctypes.Structure):
 
 class _GatherPiece(ctypes.Structure):
     _fields_ = (("src", ctypes.c_void_p), ("numel", ctypes.c_int64), ("offset", ctypes.c_int64))
+
+
+class AdamWOptions(ctypes.Structure):
+    """Of csrc/adamw.h."""
+
+    _fields_ = (
+        ("lr", ctypes.c_double),
+        ("beta1", ctypes.c_double),
+        ("beta2", ctypes.c_double),
+        ("eps", ctypes.c_double),
+        ("weight_decay", ctypes.c_double),
+        ("step", ctypes.c_int64),
+        ("grad_scale", ctypes.c_double),
+        ("maximize", ctypes.c_bool),
+    )
 
 
 class SimulatedPasses:
@@ -142,4 +160,45 @@ class SimulatedPasses:
             "sim_reduce",
             *(table, ctypes.c_int64(len(srcs)), from_code, ctypes.c_void_p(dst), to_code),
             *(ctypes.c_int64(numel), ctypes.c_double(scale), int(accumulate), ctypes.c_void_p(0)),
+        )
+
+    def norm_and_check(
+        self, src: int, code: int, numel: int, workspace: int | None, out: int | None
+    ) -> None:
+        pointers = ctypes.c_void_p(src), ctypes.c_void_p(workspace), ctypes.c_void_p(out)
+        self._call("sim_norm", pointers[0], code, ctypes.c_int64(numel), *pointers[1:])
+
+    def adamw(
+        self,
+        data: Sequence[int | None],
+        grad_code: int,
+        copy_code: int,
+        numel: int,
+        options: AdamWOptions,
+    ) -> None:
+        """On (parameter, exp_avg, exp_avg_sq, gradient, copy)."""
+        pointers = (ctypes.c_void_p * len(data))(*data)
+        self._call(
+            "sim_adamw",
+            *(pointers, grad_code, copy_code, ctypes.c_int64(numel), ctypes.byref(options)),
+        )
+
+    def barrier(
+        self,
+        peers: Sequence[int],
+        rank: int,
+        epoch: int,
+        *,
+        error: int,
+        abort: int,
+        seconds: float = 0.01,
+        waits: bool = True,
+        stream: int = 0,
+    ) -> None:
+        """`peers` are the flags of each rank."""
+        flags = (ctypes.c_void_p * len(peers))(*peers)
+        self._call(
+            "sim_barrier",
+            *(flags, len(peers), rank, ctypes.c_uint64(int(seconds * 1e9)), ctypes.c_void_p(error)),
+            *(ctypes.c_void_p(abort), ctypes.c_uint64(epoch), int(waits), ctypes.c_void_p(stream)),
         )
