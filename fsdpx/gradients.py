@@ -81,7 +81,7 @@ class Gradients:
                     segment.numel, dtype=dtype, device=unit.device
                 )
         pointers = [(number, flat.data_ptr()) for number, flat in self.accumulated.items()]
-        unit.native.accumulate(pointers, first)
+        unit.native.accumulate(unit.comm.native, pointers, first)
 
     def reduce(self, scale: float) -> None:
         """Issues the reduce-scatter of all gradients so far; `deliver` ends it.
