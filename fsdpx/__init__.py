@@ -10,7 +10,21 @@ from ._native import check_native_build
 check_native_build()  # before anything loads the native module
 # isort: on
 
-from . import comm, gradients, hooks, memory, module, ops, order, schedule, unit
+from typing import TYPE_CHECKING, Any
+
+from . import (
+    attributes,
+    changes,
+    comm,
+    gradients,
+    hooks,
+    memory,
+    module,
+    ops,
+    order,
+    schedule,
+    unit,
+)
 from .describe import Description, describe
 from .errors import CommTimeout, DesyncError
 from .full_parameters import full_parameters
@@ -21,18 +35,51 @@ from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .timeline import record_timeline
 from .torch_private import leave_to_eager
 
-leave_to_eager(gradients, hooks, memory, module, order, schedule, unit)
+if TYPE_CHECKING:
+    from .fsdp1 import (
+        BackwardPrefetch,
+        CPUOffload,
+        FullOptimStateDictConfig,
+        FullStateDictConfig,
+        FullyShardedDataParallel,
+        MixedPrecision,
+        ShardedOptimStateDictConfig,
+        ShardedStateDictConfig,
+        ShardingStrategy,
+        StateDictType,
+    )
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:  # torch.distributed.fsdp takes half a second to import
+        from . import fsdp1
+
+        return getattr(fsdp1, name)
+    raise AttributeError(f"module 'fsdpx' has no attribute '{name}'")
+
+
+leave_to_eager(attributes, changes, gradients, hooks, memory, module, order, schedule, unit)
 leave_to_eager(comm, comm.c10d, comm.choose, comm.communicator, comm.shm)
 
 __all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
     "CPUOffloadPolicy",
     "CommTimeout",
     "Description",
     "DesyncError",
     "FSDPModule",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
     "ShardedTensor",
+    "ShardingStrategy",
+    "StateDictType",
     "UnshardHandle",
     "comm",
     "describe",

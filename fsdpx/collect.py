@@ -9,17 +9,20 @@ from torch import nn
 
 from .parameter import ShardedTensor
 from .shards import Managed
-from .unit import unit_of
+from .unit import Unit, unit_of
 
 
-def managed_modules(modules: Sequence[nn.Module]) -> set[nn.Module]:
-    """The modules whose parameters belong to the unit: all below, except below units of their
-    own.
+def managed_modules(modules: Sequence[nn.Module], own: Unit | None = None) -> set[nn.Module]:
+    """The modules whose parameters belong to a unit: all below, except below other units.
+
+    Args:
+        modules: That the unit is, or will be, made of.
+        own: The unit, if it is made.
     """
     found: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> None:
-        if module in found or unit_of(module) is not None:
+        if module in found or unit_of(module) not in (None, own):
             return
         found.add(module)
         for child in module.children():
@@ -51,15 +54,11 @@ def collect(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[Ma
 
 
 def _check_parameter(path: str, parameter: torch.Tensor) -> None:
-    taken = parameter.__dict__.get("_fsdpx_taken")
-    if taken is None and isinstance(parameter, ShardedTensor):
-        taken = ("another module", parameter._spec.name)
-    if taken is not None:
-        unit, other = taken
+    if isinstance(parameter, ShardedTensor):
         raise ValueError(
-            f"fully_shard: parameter '{path}' is shared with '{other}', which is already in the "
-            f"unit of {unit}: shard "
-            "the module that encloses both first, without sharding them on their own"
+            f"fully_shard: parameter '{path}' is shared with '{parameter._spec.name}', which is "
+            f"already in the unit of {parameter._module or 'another module'}: shard the module "
+            "that encloses both, without sharding them on their own"
         )
     if parameter.layout is not torch.strided:
         raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from torch import nn
 
@@ -28,7 +28,9 @@ class UnitDescription:
         padding_bytes: Of these, bytes that belong to no parameter.
         shard_bytes: On this rank, in the original dtypes.
         gradient_bytes: Full gradients of one backward, in the compute dtypes.
-        kept: Whether it stays gathered from forward to backward.
+        zero_stage: 1, 2 or 3.
+        kept: Whether it stays gathered from forward to backward (in stages 1 and 2 until its
+            weights change).
     """
 
     name: str
@@ -41,6 +43,7 @@ class UnitDescription:
     padding_bytes: int
     shard_bytes: int
     gradient_bytes: int
+    zero_stage: int
     kept: bool
 
 
@@ -53,6 +56,8 @@ class MemoryDescription:
         gradients: Sharded gradients (as large as the trainable shards).
         arenas: Slots of the scheduled units, all nesting levels.
         kept: Memory of units that stay gathered.
+        accumulated: Full gradients, in the reduce dtype, of units of stage 1; only while
+            micro-batches add up.
         unit_gradients: Full gradients of the largest unit, as backward makes them.
         send_buffers: Two packed gradient buffers of the largest unit, in the wire dtype.
     """
@@ -61,13 +66,13 @@ class MemoryDescription:
     gradients: int
     arenas: int
     kept: int
+    accumulated: int
     unit_gradients: int
     send_buffers: int
 
     @property
     def total(self) -> int:
-        parts = (self.shards, self.gradients, self.arenas, self.kept)
-        return sum(parts) + self.unit_gradients + self.send_buffers
+        return sum(getattr(self, field.name) for field in fields(self))
 
 
 @dataclass(frozen=True)
@@ -81,17 +86,17 @@ class Description:
         lines = [f"{len(self.units)} units"]
         for unit in self.units:
             pad = 100 * unit.padding_bytes / max(1, unit.gathered_bytes)
-            kept = ", kept to backward" if unit.kept else ""
+            kept = ", kept" if unit.kept else ""
             lines.append(
                 f"  {unit.name}: {unit.num_parameters} parameters, {unit.numel:,} elements, "
                 f"{_mib(unit.gathered_bytes)} gathered ({pad:.1f} % padding), "
                 f"{_mib(unit.shard_bytes)} per rank of "
-                f"{unit.world_size}{kept}; {unit.comm} ({unit.reason})"
+                f"{unit.world_size}, ZeRO-{unit.zero_stage}{kept}; {unit.comm} ({unit.reason})"
             )
         memory = self.memory
         lines.append("memory of a step on this rank, without activations and optimizer state")
-        for name in ("shards", "gradients", "arenas", "kept", "unit_gradients", "send_buffers"):
-            lines.append(f"  {name.replace('_', ' ')}: {_mib(getattr(memory, name))}")
+        for field in fields(memory):
+            lines.append(f"  {field.name.replace('_', ' ')}: {_mib(getattr(memory, field.name))}")
         lines.append(f"  total: {_mib(memory.total)}")
         return "\n".join(lines)
 
@@ -132,20 +137,22 @@ def _describe_unit(unit: Unit, schedule: Schedule) -> UnitDescription:
         padding_bytes=layout.padding.num_bytes,
         shard_bytes=layout.shard_bytes,
         gradient_bytes=layout.trainable_bytes,
-        kept=schedule.is_kept(unit),
+        zero_stage=unit.zero.stage,
+        kept=schedule.residency.is_kept(unit),
     )
 
 
 def _describe_memory(
     found: list[Unit], described: tuple[UnitDescription, ...], schedules: list[Schedule]
 ) -> MemoryDescription:
-    memories = [memory for schedule in schedules for memory in schedule.memories.values()]
+    memories = [memory for schedule in schedules for memory in schedule.residency.memories.values()]
     segments = [segment for unit in found for segment in unit.layout.segments if segment.trainable]
     return MemoryDescription(
         shards=sum(unit.shard_bytes for unit in described),
         gradients=sum(segment.shard_bytes for segment in segments),
         arenas=sum(sum(memory.arena_num_bytes.values()) for memory in memories),
         kept=sum(unit.gathered_bytes for unit in described if unit.kept),
+        accumulated=sum(unit.accumulated_bytes for unit in found if unit.zero.stage == 1),
         unit_gradients=max((unit.gradient_bytes for unit in described), default=0),
         send_buffers=2 * max((unit.wire_bytes for unit in found), default=0),
     )

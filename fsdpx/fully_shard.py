@@ -9,14 +9,16 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .attributes import install_parameters, replace_in_lists, watch
 from .collect import collect, managed_modules
-from .hooks import install_parameters, replace_in_lists, sharded_class
+from .hooks import sharded_class
 from .layout import Granularity
 from .mesh import ShardGroup, resolve_mesh
 from .module import FSDPModule
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .probe import check_torch
 from .unit import Unit, UnitOptions, unit_of
+from .zero import STAGES
 
 _KINDS = ("auto", "shm", "c10d")
 
@@ -31,7 +33,7 @@ def fully_shard(  # type: ignore[misc]  # the overloads leave the options to thi
     module: nn.Module | list[nn.Module],
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     shard_placement_fn: None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
@@ -54,12 +56,17 @@ def fully_shard(  # type: ignore[misc]  # the overloads leave the options to thi
         mesh: 1-D mesh of the ranks that share the parameters. None: the default process group, or a
             single process.
         reshard_after_forward: Whether to free the parameters between forward and backward. None:
-            True, but False for the outermost module, whose parameters backward needs at once.
+            as `zero_stage` wants; in stage 3 True, but False for the outermost module, whose
+            parameters backward needs at once. The number of ranks that share the parameters counts
+            as True, and 1 as False; other numbers are not supported.
         shard_placement_fn: Not supported; see `granularity`.
         mp_policy: Dtypes of computation and reduction; see `MixedPrecisionPolicy`.
         offload_policy: On a CPU mesh the shards are in CPU memory anyway.
         ignored_params: Parameters to leave as they are.
-        zero_stage: 3. Stages 1 and 2 are not supported yet.
+        zero_stage: Optimizer state is sharded in every stage. 3: parameters are gathered for each
+            forward and backward, gradients are reduced in each backward. 2: parameters are gathered
+            once after each change of the weights, and stay. 1: besides, full gradients are added up
+            in the reduce dtype while `set_is_last_backward(False)` says that micro-batches follow.
         prefetch: Units to gather ahead in each direction; 0 for none.
         granularity: What a rank's share must not cut: "element" (nothing), "row", "parameter", or a
             block of that many elements.
@@ -78,10 +85,11 @@ def fully_shard(  # type: ignore[misc]  # the overloads leave the options to thi
     check_torch()
     modules = module if isinstance(module, list) else [module]
     policy = mp_policy or MixedPrecisionPolicy()
-    options = UnitOptions(policy, reshard_after_forward, prefetch, granularity)
-    _check_options(options, shard_placement_fn, offload_policy, zero_stage, comm)
+    _check_options(prefetch, shard_placement_fn, offload_policy, zero_stage, comm)
     _check_modules(modules)
     group, device = resolve_mesh(mesh, comm)
+    reshard = _check_reshard(reshard_after_forward, zero_stage, group.size)
+    options = UnitOptions(policy, reshard, prefetch, granularity, zero_stage)
     make_unit(modules, group, device, options, ignored_params or set())
     for each in modules:
         each.__class__ = sharded_class(type(each), FSDPModule)
@@ -94,24 +102,35 @@ def make_unit(
     device: torch.device,
     options: UnitOptions,
     ignored: set[nn.Parameter],
+    caller: nn.Module | None = None,
 ) -> Unit:
-    """Makes one unit of the modules' parameters; whoever calls the modules runs it."""
+    """Makes one unit of the modules' parameters.
+
+    Args:
+        modules: Whose parameters to take.
+        group: The ranks.
+        device: Of the ranks.
+        options: Of the unit.
+        ignored: Parameters to leave as they are.
+        caller: The module whose calls are the unit's; the modules themselves if None.
+    """
     parameters = collect(modules, ignored)
     originals = {id(managed.original): managed for managed in parameters}
-    for managed in parameters:
-        managed.original.__dict__["_fsdpx_taken"] = (type(modules[0]).__name__, managed.name)
     with torch.inference_mode(False):  # shards are written to in training
         unit = Unit(modules, parameters, group, options, device)
+    managed = managed_modules(modules)
+    watch(unit, managed)
     install_parameters(unit)
-    replace_in_lists(managed_modules(modules), originals)
+    replace_in_lists(managed, originals)
+    unit.ignored = {id(parameter): parameter for parameter in ignored}
     _move_buffers(modules, device)
-    for each in modules:
+    for each in modules if caller is None else [caller]:
         each.__dict__["_fsdpx_unit"] = unit
     return unit
 
 
 def _check_options(
-    options: UnitOptions, placement: Any, offload: OffloadPolicy | None, stage: int, comm: str
+    prefetch: int, placement: Any, offload: OffloadPolicy | None, stage: int, comm: str
 ) -> None:
     if placement is not None:
         raise ValueError(
@@ -120,22 +139,31 @@ def _check_options(
         )
     if type(offload) not in (type(None), OffloadPolicy, CPUOffloadPolicy):
         raise ValueError(f"fully_shard: offload_policy must be an OffloadPolicy, got {offload!r}")
-    if stage != 3:
-        raise ValueError(
-            f"fully_shard: zero_stage={stage} is not supported yet; zero_stage=3 with "
-            "reshard_after_forward=False "
-            "keeps parameters gathered between forward and backward, as stage 2 does"
-        )
-    if not isinstance(options.prefetch, int) or options.prefetch < 0:
-        raise ValueError(f"fully_shard: prefetch must be an integer >= 0, got {options.prefetch!r}")
-    reshard = options.reshard_after_forward
-    if reshard is not None and not isinstance(reshard, bool):
-        raise ValueError(
-            f"fully_shard: reshard_after_forward={reshard!r} is not supported: give True, False "
-            "or None"
-        )
+    if stage not in STAGES:
+        raise ValueError(f"fully_shard: zero_stage must be 1, 2 or 3, got {stage!r}")
+    if not isinstance(prefetch, int) or prefetch < 0:
+        raise ValueError(f"fully_shard: prefetch must be an integer >= 0, got {prefetch!r}")
     if comm not in _KINDS:
         raise ValueError(f"fully_shard: comm must be one of {', '.join(_KINDS)}; got {comm!r}")
+
+
+def _check_reshard(value: bool | int | None, stage: int, size: int) -> bool | None:
+    """`reshard_after_forward` as a truth, or None."""
+    if value is None or isinstance(value, bool):
+        reshard = value
+    elif value in (1, size):
+        reshard = value != 1
+    else:
+        raise ValueError(
+            f"fully_shard: reshard_after_forward={value!r} is not supported: give True, False, "
+            f"None, or the number of ranks that share the parameters ({size})"
+        )
+    if reshard and stage < 3:
+        raise ValueError(
+            f"fully_shard: reshard_after_forward={value!r} contradicts zero_stage={stage}, which "
+            "keeps parameters gathered: use zero_stage=3"
+        )
+    return reshard
 
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:

@@ -4,6 +4,7 @@ parameters.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -49,7 +50,7 @@ class _InFlight(NamedTuple):
 
     reduction: _C.Reduction
     event: _C.Event  # of the last collective
-    added_later: dict[int, torch.Tensor]  # segment -> sum over replicas, to be added to its buffer
+    added_later: dict[int, torch.Tensor]  # segment -> sum that `deliver` adds to its buffer
 
 
 @dataclass
@@ -60,8 +61,24 @@ class Gradients:
     buffers: dict[int, Buffer] = field(default_factory=dict)  # segment -> buffer
     accumulated: dict[int, torch.Tensor] = field(default_factory=dict)  # segment -> full gradients
     used: list[bool] = field(default_factory=list)  # parameters with a gradient in `accumulated`
+    partial: dict[int, torch.Tensor] = field(default_factory=dict)  # segment -> sum of own replica
+    partial_used: list[bool] = field(default_factory=list)  # parameters with one in `partial`
     in_flight: list[_InFlight] = field(default_factory=list)
     written: set[int] = field(default_factory=set)  # segments that hold this backward's gradients
+
+    # ---- Properties
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether there are gradients of earlier backwards that `.grad` does not show yet."""
+        return bool(self.accumulated or self.partial)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there are such gradients, and backwards reduce now."""
+        zero = self.unit.zero
+        partial = bool(self.partial) and zero.reduces_over_replicas_now
+        return partial or (bool(self.accumulated) and zero.reduces_now)
 
     # ---- Runtime
 
@@ -71,20 +88,21 @@ class Gradients:
         """
         unit = self.unit
         self._note_used()
-        first = not self.accumulated
-        if first:
-            for number in self._segments():
+        before = [(number, flat.data_ptr()) for number, flat in self.accumulated.items()]
+        made = []
+        for number in self._segments():
+            if number not in self.accumulated:
                 segment = unit.layout.segments[number]
                 dtype: Any = segment.reduce_dtype
                 # Padding travels too: it must be zero, and accumulating leaves it alone.
-                self.accumulated[number] = torch.zeros(
-                    segment.numel, dtype=dtype, device=unit.device
-                )
-        pointers = [(number, flat.data_ptr()) for number, flat in self.accumulated.items()]
-        unit.native.accumulate(unit.comm.native, pointers, first)
+                flat = torch.zeros(segment.numel, dtype=dtype, device=unit.device)
+                self.accumulated[number] = flat
+                made.append((number, flat.data_ptr()))
+        unit.native.accumulate(unit.comm.native, before, False)
+        unit.native.accumulate(unit.comm.native, made, True)
 
     def reduce(self, scale: float) -> None:
-        """Issues the reduce-scatter of all gradients so far; `deliver` ends it.
+        """Issues the reduction of all gradients so far; `deliver` ends it.
 
         A parameter without a gradient on this rank counts as zeros.
         """
@@ -96,40 +114,32 @@ class Gradients:
         used, self.used = [*self.used, unit.was_read], []
         unit.was_read = False
         accumulated, self.accumulated = self.accumulated, {}
-        targets, added_later = [], {}
-        for number in self._segments():
-            add = self._prepare(number)
-            target = self.buffers[number].flat
-            if add and unit.replicate_comm is not None:
-                # Only this step's sum goes through all replicas.
-                target = added_later[number] = torch.empty_like(target)
-                add = False
-            source = accumulated[number].data_ptr() if number in accumulated else 0
-            targets.append((number, target.data_ptr(), add, source))
-            self.written.add(number)
-        if not targets:
+        numbers = sorted({*self._segments(), *accumulated, *self.partial})
+        if not numbers:
             return
+        added_later: dict[int, torch.Tensor] = {}
+        target = self._partial_target if self._stays_in_replica else self._target
+        places = {number: target(number, added_later) for number in numbers}
+        targets = []
+        for number, (flat, add) in places.items():
+            source = accumulated[number].data_ptr() if number in accumulated else 0
+            targets.append((number, flat.data_ptr(), add, source))
         comm = unit.comm
         reduction = unit.native.reduce(
             comm.stream, comm.native, comm.recorder, scale, targets, used
         )
-        event = self._sum_over_replicas(targets, added_later) or reduction.event
-        flats = [self.buffers[number].flat for number in self.written]
-        comm.in_flight.add(event, (accumulated, flats, added_later))
+        flats = [flat for flat, _ in places.values()]
+        event = self._sum_over_replicas(flats) or reduction.event
+        comm.in_flight.add(event, (accumulated, flats))
         self.in_flight.append(_InFlight(reduction, event, added_later))
 
-    def _sum_over_replicas(
-        self, targets: list[Any], added_later: dict[int, torch.Tensor]
-    ) -> _C.Event | None:
-        """Issues the all-reduce of the reduced shards over the replicas, behind the
-        reduce-scatter.
-        """
+    def _sum_over_replicas(self, flats: list[torch.Tensor]) -> _C.Event | None:
+        """Issues the all-reduce of reduced shards over the replicas, behind the reduce-scatter."""
         unit, replicas = self.unit, self.unit.replicate_comm
-        if replicas is None:
+        if replicas is None or self._stays_in_replica:
             return None
         event = None
-        for number, *_ in targets:
-            flat = added_later.get(number, self.buffers[number].flat)
+        for flat in flats:
             event = replicas.native.all_reduce(
                 unit.comm.stream,
                 unit.name,
@@ -153,19 +163,27 @@ class Gradients:
             Whether any rank had a gradient of the unit, and whether any rank's backward read it.
         """
         in_flight, self.in_flight = self.in_flight, []
-        used = [False] * (len(self.unit.parameters) + 1)
+        used = self.partial_used or [False] * (len(self.unit.parameters) + 1)
+        self.partial_used = []
         for each in in_flight:
             self.unit.wait(each.event)
             used = [a or b for a, b in zip(used, each.reduction.used, strict=True)]
             for number, flat in each.added_later.items():
+                if self.unit.all_reduce_hook is not None:
+                    self.unit.all_reduce_hook(flat)
                 self.buffers[number].flat.add_(flat)
+        if self.partial:  # the other replicas have not heard of it yet
+            self.partial_used = used
+            return False, False
         if self.unit.replicate_comm is not None:
             used = self.unit.on_any_rank(used, self.unit.replicate_comm)
         *used, read = used
         for number in self.written:
             for index, gradient in self.buffers[number].gradients.items():
                 parameter = self.unit.parameters[index].sharded
-                if used[index] and parameter.grad is not gradient and self.unit.trainable[index]:
+                # Not of one that was frozen since the forward, either.
+                trains = self.unit.trainable[index] and parameter.requires_grad
+                if used[index] and parameter.grad is not gradient and trains:
                     parameter.grad = gradient
         self.written.clear()
         self._run_hooks(used)
@@ -174,8 +192,18 @@ class Gradients:
     def drop(self) -> None:
         """Forgets the gradients of a backward that failed."""
         self.unit.native.drop_gradients()
+        for each in self.in_flight:  # what still writes into `.grad` must not meet `zero_()`
+            with contextlib.suppress(RuntimeError):  # the backward has an error of its own
+                self.unit.wait(each.event)
         self.in_flight.clear()
         self.written.clear()
+
+    def forget(self) -> None:
+        """Forgets all gradients that `.grad` does not show yet."""
+        self.drop()
+        self.accumulated.clear()
+        self.partial.clear()
+        self.used, self.partial_used = [], []
 
     # ---- Details
 
@@ -184,9 +212,46 @@ class Gradients:
         trainable, segments = self.unit.trainable, self.unit.layout.segments
         return [i for i, s in enumerate(segments) if any(trainable[e.index] for e in s.entries)]
 
+    @property
+    def _stays_in_replica(self) -> bool:
+        """Whether reductions leave the sum over replicas (HSDP) to a later one."""
+        unit = self.unit
+        return unit.group.num_replicas > 1 and not unit.zero.requires_all_reduce
+
     def _note_used(self) -> None:
         now = self.unit.native.has_gradients()
         self.used = [a or b for a, b in zip(self.used, now, strict=True)] if self.used else now
+
+    def _target(
+        self, number: int, added_later: dict[int, torch.Tensor]
+    ) -> tuple[torch.Tensor, bool]:
+        """Where the segment's reduction goes, and whether to add to what is there.
+
+        What has to be summed once more goes elsewhere than `.grad`, and is put in `added_later`.
+        """
+        add = self._prepare(number)
+        self.written.add(number)
+        flat = self.buffers[number].flat
+        partial = self.partial.pop(number, None)
+        summed_again = self.unit.group.num_replicas > 1 and add
+        if partial is None and not summed_again and self.unit.all_reduce_hook is None:
+            return flat, add
+        if not add:
+            flat.zero_()
+        added_later[number] = torch.empty_like(flat) if partial is None else partial
+        return added_later[number], partial is not None
+
+    def _partial_target(
+        self, number: int, added_later: dict[int, torch.Tensor]
+    ) -> tuple[torch.Tensor, bool]:
+        """As `_target`, for a reduction that stays in this replica."""
+        if (partial := self.partial.get(number)) is not None:
+            return partial, True
+        segment = self.unit.layout.segments[number]
+        dtype: Any = segment.dtype
+        partial = torch.empty(segment.shard_numel, dtype=dtype, device=self.unit.device)
+        self.partial[number] = partial
+        return partial, False
 
     def _prepare(self, number: int) -> bool:
         """Makes the segment's buffer ready; returns whether to add to it rather than overwrite

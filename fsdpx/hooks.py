@@ -1,19 +1,11 @@
-"""The only file that touches module internals: when a module is called, and what its attributes
-are.
-
-[Note: Attributes] `module._parameters` holds the sharded parameters for good, so everything that
-iterates over a model sees those. A module's own code reads full parameters: during forward they lie
-in the instance's `__dict__` (csrc/torch_attributes.h); inside a backward, where recomputation may
-read them without a forward of the unit, a subclass of dict answers for `_parameters`; and lists in
-`__dict__` that hold parameters (`nn.LSTM._flat_weights`) hold the full ones for good.
-"""
+"""What happens when a sharded module is called."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,68 +13,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from . import _C
+from .changes import settle_changes
 from .schedule import Schedule
-from .shards import Managed
-from .torch_private import NO_BACKWARD, current_backward, leave_to_eager
+from .torch_private import leave_to_eager
 from .unit import Unit, unit_of, units
-
-# ---- Attributes
-
-
-class Parameters(dict[str, Any]):
-    """A module's `_parameters`: single reads inside a backward give full parameters, all else
-    sharded ones.
-    """
-
-    def __init__(self, parameters: Mapping[str, Any]) -> None:
-        super().__init__(parameters)
-        self.full: dict[int, nn.Parameter] = {}  # id(sharded) -> full
-        self.sharded: dict[int, torch.Tensor] = {}  # id(full) -> sharded
-
-    def __getitem__(self, name: str) -> Any:
-        value = dict.__getitem__(self, name)
-        if current_backward() == NO_BACKWARD:
-            return value
-        return self.full.get(id(value), value)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        # torch.func.functional_call reads a parameter, replaces it and puts back what it read.
-        dict.__setitem__(self, name, self.sharded.get(id(value), value))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return {name: copy.deepcopy(value, memo) for name, value in self.items()}
-
-    def __reduce__(self) -> Any:
-        return dict, (dict(self),)
-
-
-def install_parameters(unit: Unit) -> None:
-    """Puts the unit's sharded parameters where the originals were."""
-    for managed in unit.parameters:
-        for module, name in managed.owners:
-            parameters = module.__dict__["_parameters"]
-            if not isinstance(parameters, Parameters):
-                parameters = module.__dict__["_parameters"] = Parameters(parameters)
-            dict.__setitem__(parameters, name, managed.sharded)
-            parameters.full[id(managed.sharded)] = managed.leaf
-            parameters.sharded[id(managed.leaf)] = managed.sharded
-            unit.native.add_attribute(
-                module.__dict__, name, managed.leaf, parameters, managed.sharded
-            )
-
-
-def replace_in_lists(modules: set[nn.Module], originals: dict[int, Managed]) -> None:
-    """Lets lists of parameters in the modules' `__dict__` hold the full ones.
-
-    Args:
-        modules: Whose attributes to look at.
-        originals: Parameters by the id that they had before sharding.
-    """
-    for module in modules:
-        for value in module.__dict__.values():
-            if isinstance(value, list) and any(id(item) in originals for item in value):
-                value[:] = [originals[id(i)].leaf if id(i) in originals else i for i in value]
-
 
 # ---- Calls
 
@@ -92,6 +26,8 @@ def run_forward(
 ) -> Any:
     """Calls a module's forward with its unit gathered, inputs and outputs cast by the policy."""
     schedule = unit.listener or make_schedule(module)
+    if schedule.is_idle and settle_changes(schedule.units) and unit is schedule.units[0]:
+        schedule = make_schedule(module)
     schedule.begin_forward(unit)
     ok = False
     try:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, cast
 
+import torch
 from torch import nn
 
 from .hooks import all_schedules, run_forward, schedule_of
@@ -70,15 +71,29 @@ class FSDPModule:
         for unit in self._units(recurse=False):
             schedule_of(cast(nn.Module, self), unit).reshard(unit)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any module; gradients that were added up without synchronisation go, too."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for unit in self._units(recurse=True):
+            if unit.listener is not None:
+                unit.listener.forget_gradients([unit])
+
     def reset_iter_state(self) -> None:
-        """Forgets a step that was left in the middle by an exception; gradients in flight are
-        dropped.
+        """Forgets a step that was left in the middle by an exception; gradients that are not in
+        `.grad` yet are dropped.
         """
         for schedule in all_schedules(cast(nn.Module, self)):
             schedule.reset()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Accepted; every backward waits for its own reductions, so there is nothing left to do."""
+        """Whether no more micro-batches follow before the optimizer steps.
+
+        False lets units of ZeRO stage 1 add gradients up locally, as
+        `set_requires_gradient_sync(False)` does in every stage. Units of stages 2 and 3 reduce in
+        every backward.
+        """
+        for unit in self._units(recurse=True):
+            unit.zero.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -87,12 +102,35 @@ class FSDPModule:
         does.
         """
         for unit in self._units(recurse):
-            unit.requires_gradient_sync = requires_gradient_sync
+            unit.zero.requires_gradient_sync = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """With replicas (HSDP): whether backwards sum gradients over replicas, or only over the
+        ranks that share a parameter until one does. `.grad` shows them after that.
+        """
+        for unit in self._units(recurse):
+            unit.zero.requires_all_reduce = requires_all_reduce
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: Any = None
+    ) -> None:
+        """Lets `hook` change this module's reduced gradients before they are added to `.grad`.
+
+        Args:
+            hook: Takes the gradient shard of one backward, 1-D, in the parameters' dtype, already
+                divided; changes it in place. Called at the end of backward, after the sum over
+                replicas if there are any. All ranks call it in the same order.
+            stream: Not supported.
+        """
+        if stream is not None:
+            _refuse("set_all_reduce_hook(stream=...)", "a hook that waits for its own stream")
+        for unit in self._units(recurse=False):
+            unit.all_reduce_hook = hook
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether parameters are freed between forward and backward."""
         for unit in self._units(recurse):
-            unit.reshard_after_forward = reshard_after_forward
+            unit.zero.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -101,7 +139,7 @@ class FSDPModule:
         micro-batches.
         """
         for unit in self._units(recurse):
-            unit.reshard_after_backward = reshard_after_backward
+            unit.zero.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Gathers these modules while this one's forward runs, in place of the recorded order."""
@@ -114,7 +152,9 @@ class FSDPModule:
             unit.backward_prefetch = _prefetch_list(modules)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divides the sum of gradients over ranks by `factor` in place of the number of ranks."""
+        """Divides the sum of gradients over ranks (replicas included) by `factor` in place of the
+        number of ranks.
+        """
         if not factor > 0:
             raise ValueError(f"set_gradient_divide_factor: factor must be > 0, got {factor}")
         for unit in self._units(recurse=False):
@@ -146,11 +186,6 @@ class FSDPModule:
 
     # ---- Refused
 
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Not supported: use `set_requires_gradient_sync`, which leaves out both reductions."""
-        if not requires_all_reduce:
-            _refuse("set_requires_all_reduce(False)", "set_requires_gradient_sync(False)")
-
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Accepted; parameters that backward does not read are not gathered in it."""
 
@@ -161,10 +196,6 @@ class FSDPModule:
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Not supported: communicators are chosen by `fully_shard(comm=...)`."""
         _refuse("set_custom_reduce_scatter", "fully_shard(comm=...)")
-
-    def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:
-        """Not supported: use `register_post_accumulate_grad_hook` on the parameters."""
-        _refuse("set_all_reduce_hook", "parameter.register_post_accumulate_grad_hook")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Not supported on CPU."""
@@ -222,11 +253,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Backwards inside add gradients up locally; the first one outside reduces the sum."""
-    before = {unit: unit.requires_gradient_sync for unit in units(model)}
+    before = {unit: unit.zero.requires_gradient_sync for unit in units(model)}
     for unit in before:
-        unit.requires_gradient_sync = False
+        unit.zero.requires_gradient_sync = False
     try:
         yield
     finally:
         for unit, value in before.items():
-            unit.requires_gradient_sync = value
+            unit.zero.requires_gradient_sync = value

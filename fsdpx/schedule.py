@@ -25,10 +25,9 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from . import _C
-from .comm import Communicator
 from .gradients import Gradients
-from .memory import Memory, Place, arena_bytes
 from .order import Order
+from .residency import Residency
 from .torch_private import NO_BACKWARD, current_backward
 from .unit import Phase, Storage, Unit
 
@@ -46,10 +45,11 @@ class Schedule:
     def __init__(self, units: Sequence[Unit], levels: dict[Unit, int]) -> None:
         self.units = list(units)
         self.levels = levels
-        self.gradients = {unit: Gradients(unit) for unit in units}
-        self.memories: dict[Communicator, Memory] = {}
-        self._own: dict[Unit, Place] = {}  # memory of units that stay gathered
-        self._resident: dict[Unit, None] = {}  # least recently used first
+        earlier: dict[Unit, Gradients] = {}
+        for schedule in {unit.listener for unit in units} - {None}:
+            earlier |= schedule.gradients
+        self.gradients = {unit: earlier.get(unit) or Gradients(unit) for unit in units}
+        self.residency = Residency(units, levels)
         self._forward, self._backward = Order(), Order()
         self._forward_now: list[Unit] = []  # what the running forwards came to so far
         self._ended: list[Unit] = []  # the same units in the order in which their forwards ended
@@ -61,115 +61,18 @@ class Schedule:
         self._participants: dict[Unit, None] = {}
         self._reduced_any = False
         self._accumulates = False  # whether a running backward computes gradients of units
+        self._continues = False  # whether it adds to gradients that no reduction has taken yet
+        self._broken = False  # an exception ended a step that had such gradients
         self._reducing: list[Unit] = []  # whose reductions may still run, oldest first
         self._began: dict[Unit, int] = {}  # ns, for the timeline
         for unit in units:
             unit.listener = self
-            if unit.gathered_bytes and unit.comm not in self.memories:
-                self.memories[unit.comm] = Memory(unit.comm)
-        self._size_arenas(self.units)
-
-    def _size_arenas(self, order: Sequence[Unit]) -> None:
-        """Gives every level an arena for any `prefetch + 1` consecutive units of `order`.
-        Collective.
-        """
-        for comm, memory in self.memories.items():
-            for level in sorted(set(self.levels.values())):
-                mine = [u for u in order if u.gathered_bytes and u.comm is comm]
-                mine = [u for u in mine if self.levels[u] == level and not self.is_kept(u)]
-                window = 1 + max((unit.options.prefetch for unit in mine), default=0)
-                memory.resize(level, arena_bytes([u.gathered_bytes for u in mine], window))
 
     # ---- Properties
 
     @property
     def is_idle(self) -> bool:
         return not self._depth and not self._tasks
-
-    def is_kept(self, unit: Unit) -> bool:
-        """Whether a unit stays gathered from its forward to the end of its backward."""
-        reshard = unit.reshard_after_forward
-        return (self.levels[unit] == 0) if reshard is None else not reshard
-
-    # ---- Gathering
-
-    def gather(self, unit: Unit) -> None:
-        """Issues the unit's gather unless it is gathered or on its way with the present weights."""
-        if unit.storage is not Storage.SHARDED:
-            if unit.pins or not unit.is_stale:
-                self._touch(unit)
-                return
-            if unit.held:
-                unit.check_unedited()
-            self.free(unit)
-        if unit.gathered_bytes:
-            unit.start_gather(self._place(unit))
-            self._touch(unit)
-
-    def _touch(self, unit: Unit) -> None:
-        self._resident.pop(unit, None)
-        self._resident[unit] = None
-
-    def _place(self, unit: Unit) -> Place:
-        memory = self.memories[unit.comm]
-        if unit.kept_by_user or self.is_kept(unit):
-            if unit not in self._own:
-                self._own[unit] = memory.take_overflow(unit.gathered_bytes)
-            return self._own[unit]
-        level = self.levels[unit]
-        while (place := memory.take(level, unit.gathered_bytes)) is None:
-            victim = self._victim(unit)
-            if victim is None:
-                return memory.take_overflow(unit.gathered_bytes)
-            self.free(victim)
-        return place
-
-    def _victim(self, unit: Unit) -> Unit | None:
-        """The least recently used unit whose place `unit` could take."""
-        for other in self._resident:
-            same_arena = self.levels[other] == self.levels[unit] and other.comm is unit.comm
-            if (
-                same_arena
-                and not other.pins
-                and not other.native.num_holds
-                and other not in self._own
-                and not other.kept_by_user
-            ):
-                return other
-        return None
-
-    def free(self, unit: Unit) -> None:
-        """Frees a unit's full parameters; the next read gathers them again."""
-        if unit.storage is Storage.SHARDED:
-            return
-        place = unit.free()
-        del self._resident[unit]
-        unit.native.set_notify(False)
-        if self._own.get(unit) is not place:
-            self.memories[unit.comm].give(place)
-        elif not self.is_kept(unit):  # unshard() by the user lent it
-            self.memories[unit.comm].give(self._own.pop(unit))
-
-    def _free_unpinned(self, keep: Iterable[Unit] = ()) -> None:
-        kept = set(keep)
-        for unit in list(self._resident):
-            if not unit.pins and not unit.kept_by_user and unit not in kept:
-                self.free(unit)
-
-    def _free_stale(self) -> None:
-        """Frees units that stayed gathered and whose shard has changed on any rank since.
-
-        Ranks agree on it: loading a checkpoint, say, writes nothing on a rank whose share is empty.
-        """
-        by_comm: dict[Communicator, list[Unit]] = {}
-        for unit in self._resident:
-            if not unit.held:  # inside full_parameters() ranks may run different forwards
-                by_comm.setdefault(unit.comm, []).append(unit)
-        for comm, units in by_comm.items():
-            stale = units[0].on_any_rank([unit.is_stale for unit in units], comm)
-            for unit, is_stale in zip(units, stale, strict=True):
-                if is_stale and not unit.pins:
-                    self.free(unit)
 
     # ---- Forward
 
@@ -179,9 +82,10 @@ class Schedule:
         if recompute:
             self._begin_backward()
         elif self._depth == 0:
+            self._check_unbroken()
             self._forward.follow(self._forward.known)
             self._forward_now, self._ended = [], []
-            self._free_stale()
+            self.residency.free_stale()
             self._thread = threading.get_ident()
         elif threading.get_ident() != self._thread:
             raise RuntimeError(
@@ -189,7 +93,7 @@ class Schedule:
                 "forward: one model is trained by one thread at a time"
             )
         unit.refresh()
-        self.gather(unit)
+        self.residency.gather(unit)
         unit.pins += 1  # now: the gathers of the next units must not take its place
         try:
             self._begin_pass(unit, recompute)
@@ -220,7 +124,7 @@ class Schedule:
             chosen = order.next(unit.options.prefetch)
         for following in chosen:
             if following.storage is Storage.SHARDED and not following.pins:
-                self.gather(following)
+                self.residency.gather(following)
 
     def end_forward(self, unit: Unit, ok: bool) -> None:
         """After a unit's forward, also one that raised (`ok` false)."""
@@ -250,23 +154,36 @@ class Schedule:
     def _after_forward(self, unit: Unit) -> None:
         if unit.num_calls % len(unit.modules):
             return  # one of several modules: the others need the unit too
-        if not self.is_kept(unit) and not unit.kept_by_user:
-            self.free(unit)
+        if not self.residency.is_kept(unit) and not unit.kept_by_user:
+            self.residency.free(unit)
         elif torch.is_grad_enabled():
             unit.native.set_notify(True)  # its first read in backward starts the next gathers
 
     def _end_forwards(self, ok: bool) -> None:
         """The outermost forward has ended: units gathered on a wrong guess are freed."""
-        self._free_unpinned(keep=[unit for unit in self._resident if self.is_kept(unit)])
+        self.residency.free_others(keep=self.residency.is_kept)
         for unit in self.units:
             unit.num_calls = 0
         if ok:
             first = not self._forward.known
             self._forward.follow(self._forward_now)
             if first:
-                self._size_arenas(self._forward_now)
+                self.residency.size_arenas(self._forward_now)
         else:
             self._participants.clear()
+            self._broken |= self._has_pending()
+
+    def _has_pending(self) -> bool:
+        return any(gradients.is_pending for gradients in self.gradients.values())
+
+    def _check_unbroken(self) -> None:
+        """Raises if nobody has said what is to become of the gradients of a broken step."""
+        if self._broken:
+            raise RuntimeError(
+                "fsdpx: an exception ended a step while gradients of its earlier micro-batches "
+                "waited for their reduction: call reset_iter_state(), which drops them, and begin "
+                "the step again"
+            )
 
     def _note_begin(self, unit: Unit) -> None:
         if unit.comm.recorder.enabled:
@@ -284,6 +201,7 @@ class Schedule:
     def on_access(self, unit: Unit) -> None:
         """An operator of the running backward reads the unit."""
         self._begin_backward()
+        unit.check_unchanged()
         self._pass_by(unit, reading=True)
         unit.was_read = True
         self._visit_in_backward(unit)
@@ -293,7 +211,7 @@ class Schedule:
     def _visit_in_backward(self, unit: Unit) -> None:
         if self._backward.expects(unit):
             self._backward.visit(unit)
-        self.gather(unit)
+        self.residency.gather(unit)
         self._prefetch(self._backward, unit.backward_prefetch, unit)
 
     def on_first_gradient(self, unit: Unit) -> None:
@@ -321,8 +239,8 @@ class Schedule:
     def _after_backward(self, unit: Unit) -> None:
         # With a frozen part, complete gradients do not mean that the weights are no longer read.
         done = unit.trains_fully and not unit.pins and not unit.kept_by_user
-        if done and unit.reshard_after_backward:
-            self.free(unit)
+        if done and not unit.zero.keeps_after_backward:
+            self.residency.free(unit)
 
     def _pass_by(self, unit: Unit | None, reading: bool) -> None:
         """Does for units that this rank's backward passes by, on its way to `unit` (None: to its
@@ -350,7 +268,7 @@ class Schedule:
         self._participants.pop(unit, None)
         self._reduced_any = True
         gradients = self.gradients[unit]
-        if unit.requires_gradient_sync:
+        if unit.zero.reduces_now:
             self._bound_reductions(unit)
             gradients.reduce(1.0 / unit.gradient_divisor)
         else:
@@ -372,6 +290,7 @@ class Schedule:
             self._backward.follow([u for u in latest_first if u not in self._unread])
             self._reduced_any = False
             self._accumulates = False
+            self._continues = self._has_pending()
         self._accumulates |= any(unit.native.num_expected() for unit in self.units)
         self._tasks.add(task)
         _C.at_backward_end(functools.partial(self._end_backward, task))
@@ -381,20 +300,23 @@ class Schedule:
         self._tasks.discard(task)
         if self._tasks:
             return
+        settled = False
         try:
             if ok:
-                self._settle()
-            else:
-                self._participants.clear()
+                self._settle()  # may raise: hooks of the user's run there
+                settled = True
         finally:
+            if not settled:
+                self._participants.clear()
+                self._broken |= self._continues
             for unit in self.units:
                 unit.native.forget_backward()
-                if not ok:
-                    self.gradients[unit].drop()
+                if not settled:
+                    self.gradients[unit].forget()
                 self._record(unit, "backward")
                 if unit.phase is Phase.BACKWARD:
                     unit.to_phase(Phase.IDLE)
-            self._free_unpinned(keep=[u for u in self._resident if not u.reshard_after_backward])
+            self.residency.free_others(keep=lambda unit: unit.zero.keeps_after_backward)
 
     def _settle(self) -> None:
         for unit in reversed(self.units):  # gradients came, though not all that were expected
@@ -403,6 +325,9 @@ class Schedule:
         if self._reduced_any:
             self._pass_by(None, reading=False)
             self._participants.clear()
+            for unit in reversed(self.units):  # used by earlier micro-batches only
+                if self.gradients[unit].is_due:
+                    self._reduce(unit)
         for unit in self.units:
             if self.gradients[unit].in_flight:
                 used, read = self.gradients[unit].deliver()
@@ -416,8 +341,10 @@ class Schedule:
     def unshard(self, unit: Unit) -> None:
         """Issues a gather that lasts until `reshard`."""
         unit.refresh()
+        if self.is_idle:
+            self.residency.free_stale([unit])
         unit.kept_by_user = True
-        self.gather(unit)
+        self.residency.gather(unit)
 
     def finish_unshard(self, unit: Unit) -> None:
         unit.finish_gather()
@@ -429,10 +356,12 @@ class Schedule:
             raise RuntimeError(f"fsdpx: unit '{unit.name}': reshard() while its forward runs")
         unit.kept_by_user = unit.held = False
         unit.native.swap_out()
-        self.free(unit)
+        self.residency.free(unit)
 
     def reset(self) -> None:
-        """Forgets a step that was left in the middle; gradients in flight are dropped."""
+        """Forgets a step that was left in the middle; gradients that are not in `.grad` yet are
+        dropped.
+        """
         self._depth = 0
         self._tasks.clear()
         self._began.clear()
@@ -443,13 +372,17 @@ class Schedule:
             unit.phase = Phase.IDLE
             unit.native.swap_out()
             unit.native.forget_backward()
-            self.gradients[unit].drop()
-            self.free(unit)
+            self.residency.free(unit)
+        self.forget_gradients(self.units)
+
+    def forget_gradients(self, units: Iterable[Unit]) -> None:
+        """Drops gradients that `.grad` does not show yet."""
+        for unit in units:
+            self.gradients[unit].forget()
+        self._broken &= self._has_pending()
 
     def close(self) -> None:
         """Gives all memory back: another schedule takes the units over."""
         for unit in self.units:
             unit.kept_by_user = unit.held = False
-            self.free(unit)
-        for memory in self.memories.values():
-            memory.release()
+        self.residency.close()

@@ -11,7 +11,7 @@ from torch import nn
 
 from .layout import UnitLayout
 from .mesh import ShardGroup
-from .parameter import ShardedTensor, Spec
+from .parameter import ShardedTensor, Spec, Traits, take_over, traits_of
 
 
 @dataclass
@@ -22,7 +22,8 @@ class Managed:
         name: As seen from the unit's module.
         original: The parameter before sharding; None once it is sharded.
         owners: Every (module, attribute) that holds it.
-        sharded: What `module.parameters()` yields.
+        sharded: What `module.parameters()` yields; the same object as the original.
+        traits: What the original was besides its value.
         leaf: The full parameter: a permanent view of the unit's storage.
         watched: Whether its gradients are counted.
     """
@@ -31,6 +32,7 @@ class Managed:
     original: nn.Parameter | None
     owners: list[tuple[nn.Module, str]]
     sharded: ShardedTensor = field(init=False)
+    traits: Traits = field(init=False)
     leaf: nn.Parameter = field(init=False)
     watched: bool = False
 
@@ -53,6 +55,7 @@ class Shards:
         self._layout = layout
         self._group = group
         self._device = device
+        self._earlier = 0  # generation of shards that `rehome` has replaced
         self.flat = self._make_flat(self._device_of_originals())
         self._take_originals()
         self._pieces = [managed.sharded.to_local() for managed in parameters]
@@ -81,8 +84,10 @@ class Shards:
                 if original.device.type != "meta":
                     piece.copy_(original.detach().reshape(-1)[begin:end])
                 spec = Spec(managed.name, tuple(original.shape), ranges, rank, group)
-                managed.sharded = ShardedTensor(piece, spec, original.requires_grad)
-                managed.sharded._is_param = True
+                made = ShardedTensor(piece, spec, original.requires_grad)
+                made._is_param = True
+                managed.traits = traits_of(original)
+                managed.sharded = take_over(original, made)
                 managed.original = None
 
     def _piece(self, index: int) -> torch.Tensor:
@@ -93,8 +98,8 @@ class Shards:
 
     @property
     def generation(self) -> int:
-        """Moves with every in-place change."""
-        return sum(flat._version for flat in self.flat)
+        """Moves with every in-place change and with `rehome`."""
+        return self._earlier + sum(flat._version for flat in self.flat)
 
     def rehome(self, unit: str) -> bool:
         """Moves pieces that `Module._apply` replaced (`.to_empty()`, `.to()`) into new flat shards.
@@ -115,6 +120,7 @@ class Shards:
             return False
         for index, managed in enumerate(self._parameters):
             self._check_replaced(unit, index, managed)
+        self._earlier = self.generation + 1
         with torch.no_grad():
             self.flat = self._make_flat(self._device)
             for index, managed in enumerate(self._parameters):

@@ -10,6 +10,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 
 NO_BACKWARD = -1
 
@@ -21,6 +22,13 @@ def storage_use_count(tensor: torch.Tensor) -> int:
     """How many tensors share `tensor`'s storage, itself included."""
     # The storage object that the question itself makes counts as one.
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
+
+
+def swap_content(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Exchanges the values, classes and attributes of two tensor objects."""
+    a.__class__, b.__class__ = b.__class__, a.__class__
+    a.__dict__, b.__dict__ = b.__dict__, a.__dict__
+    torch._C._swap_tensor_impl(a, b)
 
 
 def leave_to_eager(*what: Any) -> None:
@@ -48,3 +56,22 @@ def _functions(what: tuple[Any, ...]) -> list[FunctionType]:
             functions = [getattr(each, "fget", each) for each in inner]
             found += [each for each in functions if isinstance(each, FunctionType)]
     return found
+
+
+def run_wrap_policy(
+    policy: Any, root: nn.Module, ignored: set[nn.Module], arguments: dict[str, Any]
+) -> dict[nn.Module, dict[str, Any]] | None:
+    """What a policy object of torch.distributed.fsdp.wrap chooses below `root`; None for functions.
+
+    Args:
+        policy: An object or a function.
+        root: The model.
+        ignored: Modules to leave out.
+        arguments: Of the wrappers; the policy may change them for a module.
+    """
+    from torch.distributed.fsdp.wrap import _Policy
+
+    if not isinstance(policy, _Policy):
+        return None
+    chosen: dict[nn.Module, dict[str, Any]] = policy._run_policy(root, ignored, arguments)
+    return chosen

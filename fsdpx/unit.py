@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from . import _C
 from .comm import Communicator
@@ -19,6 +20,7 @@ from .memory import Place
 from .mesh import ShardGroup
 from .policies import MixedPrecisionPolicy
 from .shards import Managed, Shards, original_of
+from .zero import ZeroPolicy
 
 WAIT_FOREVER = 1e8  # seconds: the communicators' own limits end every collective
 
@@ -65,6 +67,7 @@ class UnitOptions:
     reshard_after_forward: bool | None
     prefetch: int
     granularity: Granularity
+    zero_stage: int = 3
 
 
 class Pending(NamedTuple):
@@ -114,16 +117,20 @@ class Unit:
         if not self.gathered_bytes:
             self.native.attach(self._nothing.data_ptr())
         self._version = self.native.version()
+        self._attached: int | None = None  # generation of what was gathered last
         self._plan_gather: _C.GatherPlan | None = None
         self._comm: Communicator | None = None
         self._replicate_comm: Communicator | None = None
-        self.reshard_after_forward = options.reshard_after_forward
-        self.reshard_after_backward = True
-        self.requires_gradient_sync = True
+        self.zero = ZeroPolicy(options.zero_stage, options.reshard_after_forward)
         self.gradient_divisor: float = group.size * group.num_replicas
+        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.forward_prefetch: Sequence[Unit] | None = None  # chosen by the user
         self.backward_prefetch: Sequence[Unit] | None = None
         self.listener: Any = None  # the schedule
+        self.changed = False  # parameters or modules were registered since the last forward
+        self.ignored: dict[int, nn.Parameter] = {}  # by id: parameters that are left alone
+        self.dictionaries: list[Any] = []  # the native half borrows them
+        self.containers = [(m, len(m._modules)) for m in containers(modules)]
         self.native.set_owner(self)
 
     # ---- Initialization
@@ -166,6 +173,8 @@ class Unit:
             flat = self.native.segment(offset, entry.numel, dtype)
             view = flat.view(managed.sharded.shape)
             managed.leaf = nn.Parameter(view, requires_grad=managed.sharded.requires_grad)
+            managed.traits.give_to(managed.leaf)
+            managed.sharded._leaf, managed.sharded._module = managed.leaf, self.class_name
             self.native.add_leaf(managed.leaf)
             if managed.sharded.requires_grad:
                 self.native.watch(index)
@@ -206,9 +215,17 @@ class Unit:
     @property
     def wire_bytes(self) -> int:
         """Bytes of the unit's packed gradients as they travel."""
+        if self.zero.stage == 1:
+            return self.accumulated_bytes
         policy = self.options.mp_policy
         segments = [s for s in self.layout.segments if s.trainable]
         return sum(s.numel * policy.wire_dtype(_torch(s.dtype)).itemsize for s in segments)
+
+    @property
+    def accumulated_bytes(self) -> int:
+        """Bytes of full gradients that are added up in the reduce dtype."""
+        segments = [s for s in self.layout.segments if s.trainable]
+        return sum(s.numel * _torch(s.reduce_dtype).itemsize for s in segments)
 
     @property
     def is_gathered(self) -> bool:
@@ -303,6 +320,10 @@ class Unit:
         assert gathered is not None
         self.wait(gathered.event)
         self.native.attach(gathered.place.pointer)
+        if self._attached not in (None, gathered.generation):
+            # What autograd saved of the former weights must not be read: as after an in-place edit.
+            increment_version([managed.leaf for managed in self.parameters])
+        self._attached = gathered.generation
         self._version = self.native.version()
         self._move(Storage.GATHERED)
 
@@ -355,6 +376,17 @@ class Unit:
                 if edited.any():
                     piece[edited] = full[edited].to(piece.dtype)
 
+    def check_unchanged(self) -> None:
+        """Raises if the shards were changed since they were last gathered: a backward that reads
+        the unit now would not see the weights that its forward saw.
+        """
+        if self._attached not in (None, self.generation):
+            raise RuntimeError(
+                f"fsdpx: parameters of unit '{self.name}' were changed (an optimizer step, a "
+                "loaded state dict) after the forward whose backward now reads them: run backward "
+                "before the change, or forward again"
+            )
+
     def check_unedited(self) -> None:
         """Raises if a full parameter was changed in place since it was gathered: the change would
         be lost.
@@ -383,6 +415,12 @@ class Unit:
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit that `fully_shard` made of `module` (alone or in a list), or None."""
     return module.__dict__.get("_fsdpx_unit")
+
+
+def containers(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those among all modules below that take modules in without registering them (`insert`)."""
+    kinds = (nn.ModuleList, nn.Sequential)
+    return [m for module in modules for m in module.modules() if isinstance(m, kinds)]
 
 
 def units(model: nn.Module) -> list[Unit]:

@@ -264,7 +264,8 @@ def test_shared_parameters_in_two_units_are_refused_by_name() -> None:
     ("options", "message"),
     [
         ({"prefetch": -1}, "prefetch must be an integer >= 0"),
-        ({"zero_stage": 1}, "zero_stage=1 is not supported yet"),
+        ({"zero_stage": 0}, "zero_stage must be 1, 2 or 3, got 0"),
+        ({"zero_stage": 2, "reshard_after_forward": True}, "True contradicts zero_stage=2"),
         ({"comm": "smoke"}, "comm must be one of auto, shm, c10d"),
         ({"reshard_after_forward": 2}, "reshard_after_forward=2 is not supported"),
         ({"shard_placement_fn": lambda p: None}, "shard_placement_fn is not supported"),

@@ -190,7 +190,9 @@ def compare_runs(rank: int, world_size: int, runs: Sequence[Run]) -> list[str]:
         comparison = Comparison(rank, world_size, run)
         comparison.train()
         digests.add(comparison.digest())
-        gathered = [f"unit {u.name} is gathered" for u in units(comparison.model) if u.is_gathered]
+        found = units(comparison.model)
+        freed = [unit for unit in found if not unit.zero.keeps_after_backward]
+        gathered = [f"unit {unit.name} is gathered" for unit in freed if unit.is_gathered]
         problems += [f"{dict(run.options)}: {text}" for text in comparison.problems + gathered]
     if len(digests) != 1:
         problems.append(f"{len(digests)} different results in {len(runs)} runs")
@@ -216,6 +218,23 @@ def test_depths_of_prefetch_and_communicators_give_the_same_numbers(
 def test_when_to_reshard_does_not_matter(model: str) -> None:
     options = [(("reshard_after_forward", value),) for value in (None, True, False)]
     check(2, *[Run(model=model, options=each) for each in options])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("sync_each", [True, False], ids=["sync_each", "no_sync"])
+@pytest.mark.parametrize("model", ["gpt", "tied_frozen"])
+def test_zero_stages(model: str, sync_each: bool, world_size: int) -> None:
+    stages = [
+        Run(
+            model=model,
+            options=(("zero_stage", stage),),
+            num_steps=3,
+            num_micro_batches=2,
+            sync_each=sync_each,
+        )
+        for stage in (1, 2, 3)
+    ]
+    check(world_size, *stages)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -26,7 +26,7 @@ MAX_FUNCTION_LINES = 60
 PYTHON_ROWS = (
     ("_C", "_build_info"),
     ("_native", "errors", "events", "dtypes"),
-    ("policies", "layout", "probe", "torch_private"),
+    ("policies", "layout", "zero", "probe", "torch_private"),
     ("reference",),
     ("ops",),
     ("comm",),
@@ -35,11 +35,12 @@ PYTHON_ROWS = (
     ("mesh",),
     ("shards",),
     ("unit",),
-    ("gradients", "collect", "order"),
-    ("schedule",),
+    ("gradients", "collect", "order", "attributes", "residency"),
+    ("schedule", "changes"),
     ("hooks",),
     ("module", "describe", "full_parameters"),
     ("fully_shard",),
+    ("fsdp1",),
     ("timeline", "checkpoint"),
     ("__init__",),
 )

@@ -15,11 +15,12 @@ from torch.utils.hooks import RemovableHandle
 
 # These three fill the operator table.
 from fsdpx.parameter import elementwise, foreach, reductions, state_dicts
+from fsdpx.parameter.identity import Traits, take_over, traits_of
 from fsdpx.parameter.spec import Spec, boxes, rebuild_spec
 from fsdpx.parameter.tensor import ShardedTensor, rebuild_tensor
 from fsdpx.torch_private import leave_to_eager
 
-__all__ = ["ShardedTensor", "Spec", "boxes", "register"]
+__all__ = ["ShardedTensor", "Spec", "Traits", "boxes", "register", "take_over", "traits_of"]
 
 _FILL_THE_TABLE = (elementwise, foreach, reductions)
 _hooks: list[RemovableHandle] = []

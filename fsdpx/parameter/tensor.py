@@ -32,6 +32,8 @@ class ShardedTensor(torch.Tensor):
     _local: torch.Tensor
     _spec: Spec
     _is_param: bool = False
+    _leaf: torch.Tensor | None = None  # of a parameter: the full one, which autograd sees
+    _module: str = ""  # of a parameter: the class of the sharded module
 
     # Attribute access stays in C++ (0.2 us); operators arrive at __torch_dispatch__.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -119,6 +121,16 @@ class ShardedTensor(torch.Tensor):
             self.masked_fill_(key, value)
         else:
             super().__setitem__(key, value)
+
+    def register_hook(self, hook: Any) -> Any:
+        """Calls `hook` with the whole gradient of this rank's batch, before it is reduced."""
+        if self._leaf is None:
+            raise RuntimeError(
+                f"{self._spec.name!r} is no parameter of a sharded module: autograd computes no "
+                "gradient of it, so register_hook() would do nothing"
+            )
+        leaf: Any = self._leaf
+        return leaf.register_hook(hook)
 
     # ---- what can't work ----
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdpx import fully_shard
 
 from .parts import (
+    Pair,
     assert_close,
     assert_grads,
     backward_of_all_ranks,
@@ -91,6 +92,22 @@ def exception_in_backward_then_three_steps(rank: int, world_size: int) -> None:
         model.zero_grad()
         mean_square(model, batch_of(rank)).backward()
         assert_grads(model, grads_of(reference))
+
+
+@case("a hook that runs after accumulation raises: the step's other gradients came back later")
+def exception_in_post_accumulate_hook(rank: int, world_size: int) -> None:
+    def fail(parameter: Tensor) -> None:
+        raise RuntimeError("told to fail")
+
+    pair = Pair(small_mlp())
+    handle = pair.model[0].weight.register_post_accumulate_grad_hook(fail)
+    with pytest.raises(RuntimeError, match="told to fail"):
+        mean_square(pair.model, batch_of(rank)).backward()
+    handle.remove()
+    for _ in range(2):
+        pair.zero_grad()
+        pair.backward(rank, world_size)
+        pair.assert_grads()
 
 
 class Branches(nn.Module):

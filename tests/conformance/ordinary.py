@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import Tensor, nn
 
 from fsdpx import MixedPrecisionPolicy, fully_shard
 
-from .parts import (
-    assert_weights,
-    backward_of_all_ranks,
-    batch_of,
-    check_one_step,
-    mean_square,
-    shard_linears,
-    small_mlp,
-)
+from .parts import Pair, check_one_step, mean_square, small_mlp
 from .registry import case
 
 
@@ -54,19 +44,14 @@ def keep_gathered(rank: int, world_size: int) -> None:
 
 @case("many steps of AdamW with clipping")
 def adamw_20_steps(rank: int, world_size: int) -> None:
-    model = small_mlp()
-    reference = copy.deepcopy(model)
-    shard_linears(model)
-    both = (model, reference)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in both]
+    pair = Pair(small_mlp())
+    pair.optimize(torch.optim.AdamW, lr=1e-2)
     for step in range(20):
-        backward_of_all_ranks(reference, world_size, step=step)
-        mean_square(model, batch_of(rank + step)).backward()
-        for each, optimizer in zip(both, optimizers, strict=True):
+        pair.backward(rank, world_size, step=step)
+        for each in pair.both:
             nn.utils.clip_grad_norm_(each.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_weights(model, reference)
+        pair.step()
+    pair.assert_weights()
 
 
 class Tied(nn.Module):
@@ -86,17 +71,18 @@ class Tied(nn.Module):
 
 def check_tied(num_tokens: int, *, across_units: bool = False) -> None:
     """Every row of the tied weight moves as in the reference."""
-    model = Tied(num_tokens)
-    reference = copy.deepcopy(model)
-    for unit in (model.embedding, model.head) if across_units else (model.middle,):
-        fully_shard(unit)
-    fully_shard(model)
-    tokens = torch.arange(num_tokens)
-    for each in (model, reference):
-        optimizer = torch.optim.SGD(each.parameters(), lr=1.0)
-        mean_square(each, tokens).backward()
-        optimizer.step()
-    assert_weights(model, reference)
+
+    def shard(model: Tied) -> None:
+        for unit in (model.embedding, model.head) if across_units else (model.middle,):
+            fully_shard(unit)
+        fully_shard(model)
+
+    pair = Pair(Tied(num_tokens), shard)
+    pair.optimize(torch.optim.SGD, lr=1.0)
+    for each in pair.both:
+        mean_square(each, torch.arange(num_tokens)).backward()
+    pair.step()
+    pair.assert_weights()
 
 
 @case("tied weight and uneven shards: the last rank's rows never changed")

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import Tensor, nn
 
 from fsdpx import fully_shard
 
 from .parts import (
+    Pair,
     assert_close,
-    assert_grads,
-    assert_weights,
     backward_of_all_ranks,
     batch_of,
     check_one_step,
     mean_square,
-    reference_grads,
-    shard_linears,
     small_mlp,
     whole,
 )
@@ -69,20 +64,15 @@ class Coded(nn.Module):
 def check_training(model: nn.Module, rank: int, world_size: int) -> None:
     """Shapes stay, and a clipped step of AdamW is that of the reference."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    reference = copy.deepcopy(model)
-    fully_shard(model)
-    backward_of_all_ranks(reference, world_size)
-    mean_square(model, batch_of(rank)).backward()
-    norms = []
-    for each in (model, reference):
-        trained = [parameter for parameter in each.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=0.1)
-        norms.append(whole(nn.utils.clip_grad_norm_(each.parameters(), 0.5)))
-        optimizer.step()
+    pair = Pair(model, fully_shard)
+    pair.optimize(torch.optim.AdamW, lr=0.1)
+    pair.backward(rank, world_size)
+    norms = [whole(nn.utils.clip_grad_norm_(each.parameters(), 0.5)) for each in pair.both]
     assert_close(norms[0], norms[1], "norm")
+    pair.step()
     assert {n: whole(p.detach()).shape for n, p in model.named_parameters()} == shapes
-    assert_weights(model, reference)
-    assert_close(model(batch_of(rank)), reference(batch_of(rank)), "output")
+    pair.assert_weights()
+    assert_close(model(batch_of(rank)), pair.reference(batch_of(rank)), "output")
 
 
 @case("a 0-dim parameter: refused, or 1-D after loading")
@@ -134,32 +124,42 @@ class LowRank(nn.Module):
 
 @case("frozen and trainable parameters in one unit: refused, leaked or half saved")
 def lora_mixture(rank: int, world_size: int) -> None:
+    def shard(model: nn.Sequential) -> None:
+        for unit in model:
+            fully_shard(unit)
+        fully_shard(model)
+
     torch.manual_seed(0)
-    model = nn.Sequential(LowRank(), LowRank(), LowRank())
-    reference = copy.deepcopy(model)
-    for unit in model:
-        fully_shard(unit)
-    fully_shard(model)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, reference)]
+    pair = Pair(nn.Sequential(LowRank(), LowRank(), LowRank()), shard)
+    pair.optimize(torch.optim.AdamW, lr=0.1)
     for _ in range(2):
-        backward_of_all_ranks(reference, world_size)
-        mean_square(model, batch_of(rank)).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_weights(model, reference)
+        pair.backward(rank, world_size)
+        pair.step()
+    pair.assert_weights()
 
 
 @case("unfreezing between steps is lost")
 def freeze_then_unfreeze(rank: int, world_size: int) -> None:
     model = small_mlp()
-    expected = reference_grads(model, world_size)
     model[0].requires_grad_(False)
-    shard_linears(model, reshard_after_forward=False)
-    mean_square(model, batch_of(rank)).backward()
+    pair = Pair(model, reshard_after_forward=False)
+    pair.backward(rank, world_size)
     with torch.no_grad():
         model(batch_of(rank))
-    model.requires_grad_(True)
-    model.zero_grad()
-    mean_square(model, batch_of(rank)).backward()
-    assert_grads(model, expected)
+    for each in pair.both:
+        each.requires_grad_(True)
+    pair.zero_grad()
+    pair.backward(rank, world_size)
+    pair.assert_grads()
+
+
+@case("a parameter that is frozen between forward and backward gets a gradient all the same")
+def frozen_before_backward(rank: int, world_size: int) -> None:
+    pair = Pair(small_mlp())
+    loss = mean_square(pair.model, batch_of(rank))
+    pair.model[0].weight.requires_grad_(False)
+    loss.backward()
+    pair.reference[0].weight.requires_grad_(False)
+    backward_of_all_ranks(pair.reference, world_size)
+    assert pair.model[0].weight.grad is None
+    pair.assert_grads()

@@ -91,6 +91,47 @@ def assert_weights(model: nn.Module, reference: nn.Module, limit: float = LIMIT)
         assert_close(whole(parameter.detach()), expected[name].detach(), name, limit)
 
 
+class Pair:
+    """A sharded model and an unsharded copy of it that are trained alike."""
+
+    def __init__(
+        self, model: nn.Module, shard: Callable[..., Any] = shard_linears, **options: Any
+    ) -> None:
+        self.reference = copy.deepcopy(model)
+        self.model = model
+        shard(model, **options)
+        self.both = (self.model, self.reference)
+        self.optimizers: list[torch.optim.Optimizer] = []
+
+    def optimize(self, make: Callable[..., torch.optim.Optimizer], **options: Any) -> None:
+        """Gives each of the two an optimizer of its trainable parameters."""
+        for each in self.both:
+            trained = [parameter for parameter in each.parameters() if parameter.requires_grad]
+            self.optimizers.append(make(trained, **options))
+
+    def backward(
+        self, rank: int, world_size: int, loss: Loss = mean_square, *, step: int = 0
+    ) -> None:
+        """One backward of each, on this rank's batch and on all ranks' batches."""
+        loss(self.model, batch_of(rank + step)).backward()
+        backward_of_all_ranks(self.reference, world_size, loss, step=step)
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def zero_grad(self) -> None:
+        for each in self.both:
+            each.zero_grad()
+
+    def assert_grads(self, limit: float = LIMIT) -> None:
+        assert_grads(self.model, grads_of(self.reference), limit)
+
+    def assert_weights(self, limit: float = LIMIT) -> None:
+        assert_weights(self.model, self.reference, limit)
+
+
 def check_one_step(
     model: nn.Module,
     rank: int,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fsdpx import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from .parts import (
+    Pair,
     assert_close,
     assert_grads,
     assert_weights,
@@ -79,29 +80,24 @@ def other_method_registered(rank: int, world_size: int) -> None:
 )
 def every_linear_of_an_encoder_layer(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
-    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+    pair = Pair(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0))
     x = torch.randn(2, 3, 8)
-    reference = copy.deepcopy(model)
-    mean_square(reference, x).backward()
-    shard_linears(model)
-    mean_square(model, x).backward()
-    assert_grads(model, grads_of(reference))
+    for each in pair.both:
+        mean_square(each, x).backward()
+    pair.assert_grads()
 
 
 @case("nn.LSTM keeps a list of its weights: two steps")
 def lstm_two_steps(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
-    model = nn.LSTM(6, 5)
-    reference = copy.deepcopy(model)
+    pair = Pair(nn.LSTM(6, 5), fully_shard)
+    pair.optimize(torch.optim.SGD, lr=1.0)
     x = torch.randn(3, 2, 6)
-    fully_shard(model)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in (model, reference)]
     for _ in range(2):
-        for each, optimizer in zip((model, reference), optimizers, strict=True):
-            optimizer.zero_grad()
+        for each in pair.both:
             each(x)[0].pow(2).sum().backward()
-            optimizer.step()
-    assert_weights(model, reference)
+        pair.step()
+    pair.assert_weights()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,19 +159,15 @@ class TwoHeads(nn.Module):
 
 @case("losses that use the outputs in turns, as in adversarial training")
 def alternating_losses(rank: int, world_size: int) -> None:
-    model = TwoHeads()
-    reference = copy.deepcopy(model)
-    shard_linears(model)
+    pair = Pair(TwoHeads())
     for step in range(4):
 
         def loss(each: nn.Module, x: Tensor, which: int = step % 2) -> Tensor:
             return each(x)[which].pow(2).mean()
 
-        model.zero_grad()
-        reference.zero_grad()
-        loss(model, batch_of(rank)).backward()
-        backward_of_all_ranks(reference, world_size, loss)
-        assert_grads(model, grads_of(reference))
+        pair.zero_grad()
+        pair.backward(rank, world_size, loss)
+        pair.assert_grads()
 
 
 @case("a moving average of the weights, kept in a second sharded model")

@@ -1,0 +1,64 @@
+"""Sharding a parameter in place: the object that the user made becomes the sharded parameter.
+
+So ties, lists, weak references and optimizers that hold it go on holding the model's parameter.
+`torch.utils.swap_tensors` does the same but refuses objects with weak references, which would
+follow the object here as they should.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from fsdpx.parameter.tensor import ShardedTensor
+from fsdpx.torch_private import swap_content
+
+
+class Traits(NamedTuple):
+    """What a parameter was besides its value; the full parameter that forward reads has it again.
+
+    Attributes:
+        kind: Its class.
+        attributes: What the user hung on it.
+        hooks: From `register_hook`, by handle.
+    """
+
+    kind: type[nn.Parameter]
+    attributes: dict[str, Any]
+    hooks: Any
+
+    def give_to(self, leaf: nn.Parameter) -> None:
+        """Makes `leaf` the same kind of parameter."""
+        if self.kind is not nn.Parameter:
+            leaf.__class__ = self.kind
+        leaf.__dict__.update(self.attributes)
+        if self.hooks:
+            leaf._backward_hooks = self.hooks
+
+
+def traits_of(parameter: nn.Parameter) -> Traits:
+    """To be asked before the parameter is sharded."""
+    hooks = parameter._backward_hooks
+    return Traits(type(parameter), dict(parameter.__dict__), hooks)
+
+
+def take_over(parameter: nn.Parameter, made: ShardedTensor) -> ShardedTensor:
+    """Gives `parameter` the content of `made`, and `made` the old one.
+
+    Attributes, the gradient (this rank's piece of it) and hooks that run after accumulation stay.
+
+    Returns:
+        `parameter`, which is a `ShardedTensor` now.
+    """
+    attributes, gradient = dict(parameter.__dict__), parameter.grad
+    after = parameter._post_accumulate_grad_hooks
+    if gradient is not None:
+        made.grad = ShardedTensor(made._spec.piece(gradient.detach()).clone(), made._spec)
+        parameter.grad = None
+    made.__dict__.update(attributes)
+    swap_content(parameter, made)
+    sharded: Any = parameter
+    if after:
+        sharded._post_accumulate_grad_hooks = after
+    return sharded  # type: ignore[no-any-return]

@@ -1,0 +1,139 @@
+"""Which units of a model are gathered, and where: gathers, frees, and the memory for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from .comm import Communicator
+from .memory import Memory, Place, arena_bytes
+from .unit import Storage, Unit
+
+
+class Residency:
+    """The gathered units and their memory. What is to be gathered when is the schedule's business.
+
+    Attributes:
+        levels: How many units enclose each one.
+        memories: By communicator.
+    """
+
+    def __init__(self, units: Sequence[Unit], levels: dict[Unit, int]) -> None:
+        self.levels = levels
+        self.memories: dict[Communicator, Memory] = {}
+        self._own: dict[Unit, Place] = {}  # memory of units that stay gathered
+        self._resident: dict[Unit, None] = {}  # least recently used first
+        for unit in units:
+            if unit.gathered_bytes and unit.comm not in self.memories:
+                self.memories[unit.comm] = Memory(unit.comm)
+        self.size_arenas(units)
+
+    def size_arenas(self, order: Sequence[Unit]) -> None:
+        """Gives every level an arena for any `prefetch + 1` consecutive units of `order`.
+        Collective.
+        """
+        for comm, memory in self.memories.items():
+            for level in sorted(set(self.levels.values())):
+                mine = [u for u in order if u.gathered_bytes and u.comm is comm]
+                mine = [u for u in mine if self.levels[u] == level and not self.is_kept(u)]
+                window = 1 + max((unit.options.prefetch for unit in mine), default=0)
+                memory.resize(level, arena_bytes([u.gathered_bytes for u in mine], window))
+
+    def is_kept(self, unit: Unit) -> bool:
+        """Whether a unit stays gathered from its forward to its backward, or longer."""
+        return unit.zero.keeps_after_forward(is_root=self.levels[unit] == 0)
+
+    # ---- Gathering
+
+    def gather(self, unit: Unit) -> None:
+        """Issues the unit's gather unless it is gathered or on its way with the present weights."""
+        if unit.storage is not Storage.SHARDED:
+            if unit.pins or not unit.is_stale:
+                self._touch(unit)
+                return
+            if unit.held:
+                unit.check_unedited()
+            self.free(unit)
+        if unit.gathered_bytes:
+            unit.start_gather(self._place(unit))
+            self._touch(unit)
+
+    def _touch(self, unit: Unit) -> None:
+        self._resident.pop(unit, None)
+        self._resident[unit] = None
+
+    def _place(self, unit: Unit) -> Place:
+        memory = self.memories[unit.comm]
+        if unit.kept_by_user or self.is_kept(unit):
+            if unit not in self._own:
+                self._own[unit] = memory.take_overflow(unit.gathered_bytes)
+            return self._own[unit]
+        if unit in self._own:  # it is kept no longer
+            memory.give(self._own.pop(unit))
+        level = self.levels[unit]
+        while (place := memory.take(level, unit.gathered_bytes)) is None:
+            victim = self._victim(unit)
+            if victim is None:
+                return memory.take_overflow(unit.gathered_bytes)
+            self.free(victim)
+        return place
+
+    def _victim(self, unit: Unit) -> Unit | None:
+        """The least recently used unit whose place `unit` could take."""
+        for other in self._resident:
+            same_arena = self.levels[other] == self.levels[unit] and other.comm is unit.comm
+            if (
+                same_arena
+                and not other.pins
+                and not other.native.num_holds
+                and other not in self._own
+                and not other.kept_by_user
+            ):
+                return other
+        return None
+
+    # ---- Freeing
+
+    def free(self, unit: Unit) -> None:
+        """Frees a unit's full parameters; the next read gathers them again."""
+        if unit.storage is Storage.SHARDED:
+            return
+        place = unit.free()
+        del self._resident[unit]
+        unit.native.set_notify(False)
+        if self._own.get(unit) is not place:
+            self.memories[unit.comm].give(place)
+        elif not self.is_kept(unit):  # unshard() by the user lent it
+            self.memories[unit.comm].give(self._own.pop(unit))
+
+    def free_others(self, keep: Callable[[Unit], bool]) -> None:
+        """Frees all but the units that `keep` names, that run, or that the user keeps."""
+        for unit in list(self._resident):
+            if not unit.pins and not unit.kept_by_user and not keep(unit):
+                self.free(unit)
+
+    def free_stale(self, among: Iterable[Unit] | None = None) -> None:
+        """Frees units that stayed gathered and whose shard has changed on any rank since.
+
+        Ranks agree on it: loading a checkpoint, say, writes nothing on a rank whose share is empty.
+
+        Args:
+            among: The units to look at; None for all.
+        """
+        by_comm: dict[Communicator, list[Unit]] = {}
+        for unit in list(self._resident if among is None else among):
+            # Inside full_parameters() ranks may run different forwards.
+            if unit in self._resident and not unit.held:
+                unit.refresh()
+                by_comm.setdefault(unit.comm, []).append(unit)
+        for comm, units in by_comm.items():
+            stale = units[0].on_any_rank([unit.is_stale for unit in units], comm)
+            for unit, is_stale in zip(units, stale, strict=True):
+                if is_stale and not unit.pins:
+                    self.free(unit)
+
+    def close(self) -> None:
+        """Frees all units and gives all memory back."""
+        for unit in list(self._resident):
+            self.free(unit)
+        for memory in self.memories.values():
+            memory.release()
