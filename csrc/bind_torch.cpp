@@ -107,8 +107,8 @@ void bind_unit(py::module_& m) {
 void bind_torch(py::module_& m) {
   register_access_kernels();
   bind_unit(m);
-  m.def("device_stream", &make_device_stream, py::arg("device"),
-        "A high-priority CUDA stream of torch's pool.");
+  m.def("device_stream", &make_device_stream, py::arg("device"), py::arg("stream"),
+        "The communication stream over `torch.cuda.Stream.cuda_stream`, which must outlive it.");
   m.def("at_backward_end", &at_backward_end);
   m.def("cast_inputs", [](py::object inputs, const py::object& dtype, py::object fallback) {
     return cast_inputs(std::move(inputs), scalar_type(dtype), std::move(fallback));

@@ -146,9 +146,7 @@ Region DeviceCommunicator::make_region(int64_t nbytes) {
   const DeviceGuard guard(device());
   void* data = nullptr;
   check_cuda(cudaMalloc(&data, nbytes), "cudaMalloc");
-  Region region{static_cast<char*>(data), nbytes, {data, [](void* p) { cudaFree(p); }}, {}};
-  check_cuda(cudaMemsetAsync(data, 0, nbytes, stream()), "cudaMemsetAsync");
-  return region;
+  return {static_cast<char*>(data), nbytes, {data, [](void* p) { cudaFree(p); }}, {}};
 }
 
 // A region on every rank or an error on every rank.
@@ -178,6 +176,7 @@ int64_t DeviceCommunicator::allocate(int64_t nbytes) {
   const int64_t number = ++num_regions_;
   Region region =
       make_alike({"allocate", {detail::concat("region ", number)}, {number, 0}, nbytes, 0, 0});
+  check_cuda(cudaMemsetAsync(region.data, 0, nbytes, stream()), "cudaMemsetAsync");
   std::lock_guard lock(regions_mutex_);
   regions_[number] = std::move(region);
   return number;

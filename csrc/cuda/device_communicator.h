@@ -77,7 +77,8 @@ class DeviceCommunicator : public Communicator,
   // ---- What kinds differ in. All but the last two run on the thread that issues collectives and
   // enqueue on stream(); offsets and sizes have been checked and the ranks' agreement is under way.
 
-  // This rank's part of a region, not yet shared: may throw (the ranks then agree that it failed).
+  // This rank's part of a region, not yet shared, its content undefined: may throw (the ranks then
+  // agree that it failed).
   virtual Region make_region(int64_t nbytes);
   // Once every rank has made its part: makes it known to the others. Collective.
   virtual void share_region(Region& region) { (void)region; }
