@@ -69,7 +69,7 @@ class UnitOptions:
     mp_policy: MixedPrecisionPolicy
     reshard_after_forward: bool | None
     prefetch: int
-    granularity: Granularity
+    granularity: Granularity | Callable[[str, nn.Parameter], Granularity]
     zero_stage: int = 3
 
 
@@ -154,7 +154,17 @@ class Unit:
                     trains,
                 )
             )
-        return plan_unit(infos, self.group.size, self.options.granularity)
+        return plan_unit(infos, self.group.size, self._granularities())
+
+    def _granularities(self) -> list[Granularity]:
+        """What a cut must leave whole, for each parameter."""
+        chosen = self.options.granularity
+        found: list[Granularity] = []
+        for managed in self.parameters:
+            each = chosen(managed.name, original_of(managed)) if callable(chosen) else chosen
+            managed.whole = each == "parameter"
+            found.append(each)
+        return found
 
     def _make_native(self) -> _C.Unit:
         segments = []
@@ -222,6 +232,13 @@ class Unit:
                 beside=self.comm,
             )
         return self._replicate_comm
+
+    def forget_closed(self) -> None:
+        """Lets the next use make communicators anew in place of closed ones."""
+        if self._comm is not None and self._comm.closed:
+            self._comm = None
+        if self._replicate_comm is not None and self._replicate_comm.closed:
+            self._replicate_comm = None
 
     @property
     def wire_bytes(self) -> int:

@@ -309,6 +309,11 @@ class Communicator:
         """Ends when every rank has issued it."""
         return Work(self.native.barrier(self.stream, "barrier"), self._patience)
 
+    def leave_word(self, text: str) -> None:
+        """Lets ranks that wait for this one in vain say why: `text` goes into their errors."""
+        if not self.closed:
+            self.control.native.leave_word(self.control.stream, text)
+
     def close(self, *, seconds: float = CLOSE_SECONDS) -> None:
         """Finishes what was issued, for at most `seconds`, and leaves the group.
 
@@ -317,6 +322,7 @@ class Communicator:
         """
         if self.closed:
             return
+        self.leave_word("left")
         self.closed = True
         if self._owns_stream:
             self.stream.close(seconds)
