@@ -184,7 +184,7 @@ class _DeviceCalls:
         with torch.cuda.stream(self._stream):
             flat = self._tensor(address, torch_dtype(code), numel * self._group.size())
             own = flat.narrow(0, numel * self._group.rank(), numel)
-            self._group._reduce_scatter_base(own, flat).wait()
+            self._group._reduce_scatter_base(own, flat, dist.ReduceScatterOptions()).wait()
 
     def all_reduce(self, address: int, code: int, numel: int) -> None:
         with torch.cuda.stream(self._stream):
