@@ -25,6 +25,7 @@ from . import (
     schedule,
     unit,
 )
+from .clip import clip_grad_norm_
 from .describe import Description, describe
 from .errors import CommTimeout, DesyncError
 from .full_parameters import full_parameters
@@ -32,6 +33,7 @@ from .fully_shard import fully_shard
 from .module import FSDPModule, UnshardHandle, no_sync, register_fsdp_forward_method
 from .parameter import ShardedTensor
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .sync import sync_module_states, unequal_states
 from .timeline import record_timeline
 from .torch_private import leave_to_eager
 
@@ -81,6 +83,7 @@ __all__ = [
     "ShardingStrategy",
     "StateDictType",
     "UnshardHandle",
+    "clip_grad_norm_",
     "comm",
     "describe",
     "full_parameters",
@@ -89,4 +92,6 @@ __all__ = [
     "ops",
     "record_timeline",
     "register_fsdp_forward_method",
+    "sync_module_states",
+    "unequal_states",
 ]

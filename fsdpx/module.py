@@ -39,10 +39,10 @@ class FSDPModule:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        _refuse_copy(self, "copied: copy.deepcopy the model before fully_shard")
+        refuse_copy(self, "copied: copy.deepcopy the model before fully_shard")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _refuse_copy(self, "pickled: save model.state_dict() instead")
+        refuse_copy(self, "pickled: save model.state_dict() instead")
 
     def _units(self, recurse: bool) -> list[Unit]:
         module = cast(nn.Module, self)
@@ -202,7 +202,8 @@ class FSDPModule:
         _refuse("set_symm_mem_for_comm", "fully_shard(comm='shm')")
 
 
-def _refuse_copy(module: Any, what: str) -> NoReturn:
+def refuse_copy(module: Any, what: str) -> NoReturn:
+    """Raises: process groups, threads and memory that peers map can't be copied."""
     raise RuntimeError(f"fsdpx: the sharded module {type(module).__name__} cannot be {what}")
 
 

@@ -78,6 +78,8 @@ class Schedule:
 
     def begin_forward(self, unit: Unit) -> None:
         """Before a unit's forward: gathers it, and starts the gathers of the next ones."""
+        if unit.before_forward is not None:
+            unit.before_forward()
         recompute = current_backward() != NO_BACKWARD
         if recompute:
             self._begin_backward()

@@ -19,7 +19,7 @@ from .layout import Granularity, ParameterInfo, UnitLayout, plan_unit
 from .memory import Place
 from .mesh import ShardGroup
 from .policies import MixedPrecisionPolicy
-from .shards import Managed, Shards, original_of
+from .shards import Managed, Shards, original_of, take_edits
 from .zero import ZeroPolicy
 
 WAIT_FOREVER = 1e8  # seconds: the communicators' own limits end every collective
@@ -107,6 +107,8 @@ class Unit:
         self.gathered: Pending | None = None
         self.kept_by_user = False  # unshard() without reshard() or a forward since
         self.held = False  # inside full_parameters(): forwards leave it gathered too
+        # What a context that shows other parameters than the shards does then.
+        self.before_forward: Callable[[], None] | None = None
         self.trainable: list[bool] = [bool(original_of(m).requires_grad) for m in parameters]
         self.layout = self._plan(self.trainable)
         self.gathered_bytes = self.layout.gathered_bytes
@@ -362,19 +364,15 @@ class Unit:
 
     def write_back(self) -> None:
         """Takes this rank's piece of every full parameter over into the shard, where it differs."""
-        if self.storage is not Storage.GATHERED or self.native.version() == self._version:
+        if self.storage is not Storage.GATHERED:
             return
-        if self.is_stale:
-            self.check_unedited()  # both were edited: raises
+        if self.is_stale:  # what differs was edited in the shard
+            self.check_unedited()
+            return
         with torch.no_grad():
             for managed in self.parameters:
-                spec = managed.sharded._spec
-                full = managed.leaf.detach().reshape(-1)[spec.begin : spec.end]
-                piece = managed.sharded.to_local()
-                # Only what was edited: the rest would lose what the compute dtype cannot hold.
-                edited = full != piece.to(full.dtype)
-                if edited.any():
-                    piece[edited] = full[edited].to(piece.dtype)
+                # Values are compared: edits through `.data` move no version.
+                take_edits(managed.leaf, managed.sharded)
 
     def check_unchanged(self) -> None:
         """Raises if the shards were changed since they were last gathered: a backward that reads

@@ -38,7 +38,7 @@ PYTHON_ROWS = (
     ("gradients", "collect", "order", "attributes", "residency"),
     ("schedule", "changes"),
     ("hooks",),
-    ("module", "describe", "full_parameters"),
+    ("module", "describe", "full_parameters", "clip", "sync"),
     ("fully_shard",),
     ("fsdp1",),
     ("timeline", "checkpoint"),
