@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
 
-from .hooks import schedule_of
+from .hooks import make_schedules
 from .parameter import ShardedTensor
+from .schedule import AroundForwards, Schedule
 from .shards import Managed, take_edits
-from .unit import Unit, unit_of, units
+from .unit import Unit, units
 
 
 @contextlib.contextmanager
@@ -47,8 +47,8 @@ def full_parameters(
     if not found:
         raise ValueError("full_parameters: the model has no units: call fully_shard first")
     check_options("full_parameters", writeback, rank0_only)
-    first = next(m for m in model.modules() if unit_of(m) is not None)
-    with hold(first, found, writeback, rank0_only, with_grads):
+    schedules = make_schedules(model)
+    with hold(schedules, writeback, rank0_only, with_grads):
         yield
 
 
@@ -62,13 +62,13 @@ def check_options(caller: str, writeback: bool, rank0_only: bool) -> None:
 
 @contextlib.contextmanager
 def hold(
-    root: nn.Module, found: Sequence[Unit], writeback: bool, rank0_only: bool, with_grads: bool
+    schedules: Mapping[Unit, Schedule], writeback: bool, rank0_only: bool, with_grads: bool
 ) -> Iterator[list[Unit]]:
     """Keeps units gathered; yields those whose whole parameters this rank can read.
 
     Units that a context around this one holds are left to it.
     """
-    schedules = {unit: schedule_of(root, unit) for unit in found if not unit.held}
+    schedules = {unit: schedule for unit, schedule in schedules.items() if not unit.held}
     for unit, schedule in schedules.items():
         if not schedule.is_idle:
             raise RuntimeError(
@@ -88,8 +88,10 @@ def hold(
     mine = [unit for unit in schedules if unit.held]
     # What they are views of, should `.data` be assigned.
     views = {m.leaf: m.leaf.detach() for unit in mine for m in unit.parameters}
+    refusal = AroundForwards(_refuse_forward, lambda: None)
     try:
-        yield mine
+        with around_forwards(schedules, [refusal] if with_grads else []):
+            yield mine
     finally:
         for unit in mine:
             if writeback:
@@ -102,11 +104,28 @@ def hold(
             schedules[unit].reshard(unit)
 
 
-def refuse_forward(unit: Unit, where: str) -> None:
+def _refuse_forward(unit: Unit) -> None:
     raise RuntimeError(
         f"fsdpx: unit '{unit.name}': there is no forward inside full_parameters or "
-        f"summon_full_params with {where}: leave it first"
+        "summon_full_params with with_grads=True: leave it first"
     )
+
+
+@contextlib.contextmanager
+def around_forwards(units: Iterable[Unit], actions: list[AroundForwards]) -> Iterator[None]:
+    """Lets outermost forwards of these units' models come with actions."""
+    units = list(units)
+    for schedule in _schedules(units):
+        schedule.around_forwards += actions
+    try:
+        yield
+    finally:
+        for schedule in _schedules(units):  # an outer module may have been called first inside
+            schedule.around_forwards = [a for a in schedule.around_forwards if a not in actions]
+
+
+def _schedules(units: Iterable[Unit]) -> list[Schedule]:
+    return list(dict.fromkeys(unit.listener for unit in units))
 
 
 def _with_gradients(unit: Unit) -> list[tuple[Managed, ShardedTensor]]:
@@ -115,13 +134,11 @@ def _with_gradients(unit: Unit) -> list[tuple[Managed, ShardedTensor]]:
 
 
 def _show_gradients(unit: Unit) -> None:
-    unit.before_forward = functools.partial(refuse_forward, unit, "with_grads=True")
     for managed, gradient in _with_gradients(unit):
         managed.leaf.grad = gradient.full_tensor().to(managed.leaf.dtype)
 
 
 def _hide_gradients(unit: Unit, writeback: bool) -> None:
-    unit.before_forward = None
     with torch.no_grad():
         for managed, gradient in _with_gradients(unit):
             full = managed.leaf.grad

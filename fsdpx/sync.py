@@ -63,19 +63,21 @@ def unequal_states(module: nn.Module, mesh: DeviceMesh | None = None) -> list[st
         Their names, the same on all ranks; bits are compared.
     """
     ranks, _ = resolve_mesh(mesh, "auto")
-    whole, pieces = {}, {}
-    for name, state in [*module.named_parameters(), *module.named_buffers()]:
+    whole: dict[str, bytes] = {}
+    pieces: dict[str, bytes] = {}
+    states = dict([*module.named_parameters(), *module.named_buffers()])
+    for name, state in states.items():
         if isinstance(state, ShardedTensor):
             pieces[name] = _digest(state.to_local())
         else:
             whole[name] = _digest(state)
-    everywhere = {**whole, **pieces}
+    everywhere = {**pieces, **whole}
     unequal = _unequal(everywhere, collectives.gather_objects(everywhere, ranks.replicate_group))
     unequal |= _unequal(whole, collectives.gather_objects(whole, ranks.process_group))
     # What one column of the mesh found, others must learn.
     found = collectives.gather_objects(sorted(unequal), ranks.process_group)
     names = {name for each in found for name in each}
-    return [name for name in everywhere if name in names]
+    return [name for name in states if name in names]
 
 
 def _digest(tensor: torch.Tensor) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import time
 from collections.abc import Callable, Sequence
@@ -66,7 +67,7 @@ class UnitOptions:
     mp_policy: MixedPrecisionPolicy
     reshard_after_forward: bool | None
     prefetch: int
-    granularity: Granularity | Callable[[str, nn.Parameter], Granularity]
+    granularity: Granularity | Callable[[str, Any], Granularity]
     zero_stage: int = 3
 
 
@@ -92,6 +93,7 @@ class Unit:
         group: ShardGroup,
         options: UnitOptions,
         device: torch.device,
+        layout: UnitLayout | None = None,
     ) -> None:
         self.modules = tuple(modules)
         self.name = self.class_name = type(modules[0]).__name__
@@ -107,10 +109,8 @@ class Unit:
         self.gathered: Pending | None = None
         self.kept_by_user = False  # unshard() without reshard() or a forward since
         self.held = False  # inside full_parameters(): forwards leave it gathered too
-        # What a context that shows other parameters than the shards does then.
-        self.before_forward: Callable[[], None] | None = None
         self.trainable: list[bool] = [bool(original_of(m).requires_grad) for m in parameters]
-        self.layout = self._plan(self.trainable)
+        self.layout = layout or self._plan(self.trainable)
         self.gathered_bytes = self.layout.gathered_bytes
         self.shards = Shards(parameters, self.layout, group, device)
         self.native = self._make_native()
@@ -204,6 +204,17 @@ class Unit:
         self.native.set_names(name, ranges)
         self._plan_gather = None
 
+    def twin(self) -> Unit:
+        """A unit with copies of the shards; `copies.py` gives it modules of its own."""
+        parameters = [managed.twin() for managed in self.parameters]
+        options = (self.group, self.options, self.device, self.layout)
+        made = Unit(self.modules, parameters, *options)
+        made.rename(self.name)
+        made.zero = copy.copy(self.zero)
+        made.gradient_divisor = self.gradient_divisor
+        made.ignored = dict(self.ignored)
+        return made
+
     # ---- Properties
 
     @property
@@ -223,6 +234,13 @@ class Unit:
 
             self._replicate_comm = comm.create(self.group.replicate_group, kind=self.group.kind)
         return self._replicate_comm
+
+    def forget_closed(self) -> None:
+        """Lets the next use make communicators anew in place of closed ones."""
+        if self._comm is not None and self._comm.closed:
+            self._comm = None
+        if self._replicate_comm is not None and self._replicate_comm.closed:
+            self._replicate_comm = None
 
     @property
     def wire_bytes(self) -> int:

@@ -22,9 +22,11 @@ from torch.distributed.fsdp import (
 
 from fsdpx.clip import clip_grad_norm_
 from fsdpx.collect import managed_modules
+from fsdpx.copies import copy_sharded
 from fsdpx.fully_shard import make_unit
 from fsdpx.hooks import cast_floating, run_forward, schedule_of
-from fsdpx.module import no_sync, refuse_copy
+from fsdpx.module import no_sync
+from fsdpx.parameter import keep_attributes
 from fsdpx.probe import check_torch
 from fsdpx.sync import broadcast_states
 from fsdpx.unit import Unit, unit_of
@@ -138,10 +140,18 @@ class FullyShardedDataParallel(nn.Module):
         state_dicts.name_children_when_loading(self, WRAPPED)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        refuse_copy(self._wrapped, "copied: copy.deepcopy the model before wrapping it")
+        return copy_sharded(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        refuse_copy(self._wrapped, "pickled: save model.state_dict() instead")
+        raise RuntimeError(
+            f"FullyShardedDataParallel: the wrapper of {type(self._wrapped).__name__} cannot be "
+            "pickled: save model.state_dict() instead"
+        )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Behind `to()`, `half()`, `to_empty()`: parameters keep what the user hung on them."""
+        with keep_attributes(list(self.parameters())):
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     # ---- Calls
 
