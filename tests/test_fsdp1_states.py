@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdpx
@@ -427,3 +428,11 @@ def test_variables_are_the_models() -> None:
     model = make()
     kept = model.state_dict(keep_vars=True)
     assert kept["scale"] is model.module.scale
+
+
+def test_deprecated_methods_are_refused_by_name() -> None:
+    theirs = {name for name in vars(TorchFSDP) if not name.startswith("_")}
+    assert theirs - set(dir(FSDP)) == set()
+    for name in ("full_optim_state_dict", "rekey_optim_state_dict"):
+        with pytest.raises(NotImplementedError, match=f"{name} is not supported: use optim_state"):
+            getattr(FSDP, name)(make(), None)

@@ -436,3 +436,26 @@ def _how(model: nn.Module) -> optimizer_states.How:
         getattr(config, "rank0_only", False),
         wrappers[0]._unit.group,
     )
+
+
+def _refused(name: str, instead: str) -> Any:
+    def method(*args: Any, **kwargs: Any) -> NoReturn:
+        """Not supported: deprecated in torch."""
+        raise NotImplementedError(
+            f"FullyShardedDataParallel: {name} is not supported: use {instead}"
+        )
+
+    method.__name__ = name
+    return staticmethod(method)
+
+
+_LATER_NAMES = {
+    "full_optim_state_dict": "optim_state_dict",
+    "sharded_optim_state_dict": "optim_state_dict",
+    "shard_full_optim_state_dict": "optim_state_dict_to_load",
+    "scatter_full_optim_state_dict": "optim_state_dict_to_load",
+    "flatten_sharded_optim_state_dict": "optim_state_dict_to_load",
+    "rekey_optim_state_dict": "optim_state_dict, whose keys are names",
+}
+for _name, _instead in _LATER_NAMES.items():
+    setattr(FullyShardedDataParallel, _name, _refused(_name, _instead))
