@@ -23,7 +23,7 @@ from torch.nn.modules.module import (
 
 from .attributes import Parameters, install, watch
 from .collect import managed_modules
-from .parameter import ShardedTensor
+from .parameter import ShardedTensor, mark_copied
 from .shards import Managed
 from .unit import Unit, containers, unit_of
 
@@ -121,7 +121,7 @@ def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
     with torch.no_grad():
         now.copy_(parameter)
     now.requires_grad_(parameter.requires_grad)
-    parameter.__dict__["_fsdpx_copied"] = now._spec.name
+    mark_copied(parameter, now._spec.name)
     return now
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import torch
@@ -40,7 +40,7 @@ def fully_shard(  # type: ignore[misc]  # the overloads leave the options to thi
     ignored_params: set[nn.Parameter] | None = None,
     zero_stage: int = 3,
     prefetch: int = 1,
-    granularity: Granularity = "element",
+    granularity: Granularity | Callable[[str, nn.Parameter], Granularity] = "element",
     comm: str = "auto",
 ) -> Any:
     """Shards a module's parameters over the ranks of a mesh, in place.
@@ -69,7 +69,8 @@ def fully_shard(  # type: ignore[misc]  # the overloads leave the options to thi
             in the reduce dtype while `set_is_last_backward(False)` says that micro-batches follow.
         prefetch: Units to gather ahead in each direction; 0 for none.
         granularity: What a rank's share must not cut: "element" (nothing), "row", "parameter", or a
-            block of that many elements.
+            block of that many elements; or a function of name and parameter that says which. Of a
+            "parameter" one rank has all, so optimizers may treat it as a matrix (Muon, Adafactor).
         comm: "auto", "shm" (ranks of one host) or "c10d" (any process group).
 
     Returns:

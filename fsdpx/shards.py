@@ -26,6 +26,7 @@ class Managed:
         traits: What the original was besides its value.
         leaf: The full parameter: a permanent view of the unit's storage.
         watched: Whether its gradients are counted.
+        whole: Whether one rank holds all of it.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Managed:
     traits: Traits = field(init=False)
     leaf: nn.Parameter = field(init=False)
     watched: bool = False
+    whole: bool = False
 
 
 class Shards:
@@ -83,7 +85,8 @@ class Shards:
                 piece = self._piece(index)
                 if original.device.type != "meta":
                     piece.copy_(original.detach().reshape(-1)[begin:end])
-                spec = Spec(managed.name, tuple(original.shape), ranges, rank, group)
+                shape = tuple(original.shape)
+                spec = Spec(managed.name, shape, ranges, rank, group, managed.whole)
                 made = ShardedTensor(piece, spec, original.requires_grad)
                 made._is_param = True
                 managed.traits = traits_of(original)

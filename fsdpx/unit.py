@@ -66,7 +66,7 @@ class UnitOptions:
     mp_policy: MixedPrecisionPolicy
     reshard_after_forward: bool | None
     prefetch: int
-    granularity: Granularity
+    granularity: Granularity | Callable[[str, nn.Parameter], Granularity]
     zero_stage: int = 3
 
 
@@ -150,7 +150,17 @@ class Unit:
                     trains,
                 )
             )
-        return plan_unit(infos, self.group.size, self.options.granularity)
+        return plan_unit(infos, self.group.size, self._granularities())
+
+    def _granularities(self) -> list[Granularity]:
+        """What a cut must leave whole, for each parameter."""
+        chosen = self.options.granularity
+        found: list[Granularity] = []
+        for managed in self.parameters:
+            each = chosen(managed.name, original_of(managed)) if callable(chosen) else chosen
+            managed.whole = each == "parameter"
+            found.append(each)
+        return found
 
     def _make_native(self) -> _C.Unit:
         segments = []

@@ -163,14 +163,15 @@ def check_state_dicts(rank: int, world_size: int) -> None:
     assert_same(other, fresh)
 
 
-def check_full_optimizer_state_is_refused(rank: int, world_size: int) -> None:
-    """Whole optimizer state would cost every rank the memory of all; using it says so."""
+def check_full_optimizer_state_is_sharded(rank: int, world_size: int) -> None:
+    """Whole optimizer state would cost every rank the memory of all: the next step shards it."""
     models = pair(rank, world_size)
     optimizers = [torch.optim.AdamW(m.parameters(), 0.01) for m in models]
     train(optimizers, models, 1)
-    optimizers[0].load_state_dict(optimizers[1].state_dict())
-    with pytest.raises(RuntimeError, match="unsharded tensor"):
-        train(optimizers, models, 1)
+    optimizers[0].load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
+    train(optimizers, models, 2, 1)
+    assert_same(*models)
+    assert type(optimizers[0].state[models[0].scale]["exp_avg"]) is ShardedTensor
 
 
 def check_registered(rank: int, world_size: int) -> None:
@@ -198,7 +199,7 @@ def test_optimizers(mode: str) -> None:
         check_averages,
         check_ema_by_hand,
         check_state_dicts,
-        check_full_optimizer_state_is_refused,
+        check_full_optimizer_state_is_sharded,
         check_registered,
     ],
 )

@@ -6,21 +6,29 @@ makes torch's optimizers and gradient clipping treat `ShardedTensor` as an ordin
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch.autograd.graph import increment_version
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
 # These three fill the operator table.
-from fsdpx.parameter import elementwise, foreach, reductions, state_dicts
-from fsdpx.parameter.identity import Traits, take_over, traits_of
+from fsdpx.parameter import elementwise, foreach, optimizers, reductions, state_dicts
+from fsdpx.parameter.identity import Traits, mark_copied, take_over, traits_of
 from fsdpx.parameter.spec import Spec, boxes, rebuild_spec
 from fsdpx.parameter.tensor import ShardedTensor, rebuild_tensor
-from fsdpx.torch_private import leave_to_eager
 
-__all__ = ["ShardedTensor", "Spec", "Traits", "boxes", "register", "take_over", "traits_of"]
+__all__ = [
+    "ShardedTensor",
+    "Spec",
+    "Traits",
+    "boxes",
+    "mark_copied",
+    "register",
+    "take_over",
+    "traits_of",
+]
 
 _FILL_THE_TABLE = (elementwise, foreach, reductions)
 _hooks: list[RemovableHandle] = []
@@ -31,7 +39,8 @@ def register() -> None:
 
     Otherwise optimizers and `clip_grad_norm_` would go tensor by tensor (a collective for each),
     `torch.load` with ``weights_only=True`` would refuse saved parameters, distributed checkpoints
-    would take pieces for whole values, and a compiled optimizer step would not count as a write.
+    would take pieces for whole values, optimizers made before sharding would meet whole state, and
+    a compiled optimizer step would not count as a write.
     """
     # `torch.optim.optimizer` is deleted as an attribute, so the lists are imported by name.
     from torch.optim.optimizer import _foreach_supported_types as optimizer_types
@@ -43,21 +52,8 @@ def register() -> None:
     torch.serialization.add_safe_globals([rebuild_tensor, rebuild_spec])
     state_dicts.install()
     if not _hooks:
-        _hooks.append(register_optimizer_step_post_hook(_after_step))
-
-
-def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    # Compiled kernels write to pieces behind the back of everything that counts writes.
-    if torch.compiler.is_compiling():
-        _count_writes(optimizer)
-
-
-def _count_writes(optimizer: torch.optim.Optimizer) -> None:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    increment_version([p._local for p in parameters if isinstance(p, ShardedTensor)])
-
-
-leave_to_eager(_count_writes)
+        _hooks.append(register_optimizer_step_pre_hook(optimizers.before_step))
+        _hooks.append(register_optimizer_step_post_hook(optimizers.after_step))
 
 
 register()

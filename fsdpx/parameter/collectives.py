@@ -125,6 +125,31 @@ def _broadcast(local: torch.Tensor, whole: torch.Tensor, spec: Spec, owners: lis
             work.wait()
 
 
+def broadcast_number(
+    number: Any, spec: Spec, device: torch.device, dtype: torch.dtype
+) -> bool | int | float:
+    """What the owner of a parameter has, on every rank of its group.
+
+    Args:
+        number: On the owner; anything elsewhere.
+        spec: Of the parameter.
+        device: Where to send it from.
+        dtype: Of the tensor that it was read from.
+    """
+    group = group_of(spec)
+    if group is None:
+        return number  # type: ignore[no-any-return]
+    wide = torch.float64 if dtype.is_floating_point else torch.int64
+    kind = torch.tensor([0.0 if number is None else float(isinstance(number, bool))])
+    sent = torch.zeros(1, dtype=wide, device=device)
+    if spec.rank == spec.owner:
+        sent.fill_(number)
+    both = torch.cat([sent, kind.to(sent)])
+    dist.broadcast(both, group=group, group_src=spec.owner)
+    value, is_bool = both.tolist()
+    return bool(value) if is_bool else value
+
+
 def broadcast_object(value: Any, group: Group) -> Any:
     """What the first process of all passed, on every rank of `group` (the default one if None)."""
     box = [value]

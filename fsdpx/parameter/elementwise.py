@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from fsdpx.parameter import owned
 from fsdpx.parameter.operands import UNSHARDED_TARGET, local_operand
 from fsdpx.parameter.spec import Spec
 from fsdpx.parameter.table import Handler, family, handles
@@ -62,6 +63,8 @@ def _elementwise(func: OpOverload) -> Handler | None:
 
 def functional(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs an operator that makes a new value on the pieces of its operands."""
+    if first_spec(args, kwargs).whole and _broadcasts(args):
+        return owned.run(func, args, kwargs)
     spec = first_spec(args, kwargs)
     if _FORMAT in kwargs:
         kwargs = {key: value for key, value in kwargs.items() if key != _FORMAT}
@@ -69,6 +72,12 @@ def functional(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if isinstance(result, torch.Tensor):
         return ShardedTensor(result, spec)
     return tuple(ShardedTensor(part, spec) for part in result)
+
+
+def _broadcasts(args: tuple[Any, ...]) -> bool:
+    """Whether operands that their owner has differ in shape, or one is owned."""
+    tensors = [value for value in args if isinstance(value, torch.Tensor) and value.dim()]
+    return any(type(t) is owned.OwnedTensor or t.shape != tensors[0].shape for t in tensors)
 
 
 def in_place(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -225,6 +234,8 @@ def new(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if staging and tuple(shape) == tuple(source._spec.shape):
         local = source._local
         return ShardedTensor(func(local, local.shape, **kwargs), source._spec)
+    if source._spec.whole and not source._is_param and func is not aten.new_empty_strided.default:
+        return owned.new(func, source, args[1:], kwargs)
     return func(source._local, *args[1:], **kwargs)
 
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from fsdpx.parameter.tensor import ShardedTensor
 from fsdpx.torch_private import swap_content
+
+_COPIED = "_fsdpx_copied"
 
 
 class Traits(NamedTuple):
@@ -58,7 +61,18 @@ def take_over(parameter: nn.Parameter, made: ShardedTensor) -> ShardedTensor:
         parameter.grad = None
     made.__dict__.update(attributes)
     swap_content(parameter, made)
+    ShardedTensor.num_taken_over += 1
     sharded: Any = parameter
     if after:
         sharded._post_accumulate_grad_hooks = after
     return sharded  # type: ignore[no-any-return]
+
+
+def mark_copied(parameter: nn.Parameter, name: str) -> None:
+    """Notes that the values of `parameter` went into the sharded parameter `name`, not it."""
+    parameter.__dict__[_COPIED] = name
+
+
+def copied_into(parameter: torch.Tensor) -> str | None:
+    """What `mark_copied` noted."""
+    return parameter.__dict__.get(_COPIED)

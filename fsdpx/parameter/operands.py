@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from fsdpx.parameter.owned import OwnedTensor, operand_of
 from fsdpx.parameter.spec import Spec
 from fsdpx.parameter.tensor import ShardedTensor, refuse_for
 
@@ -34,6 +35,8 @@ def local_operand(value: Any, spec: Spec, func: OpOverload) -> Any:
             return value._local
         mine, theirs = (f"{s.name!r} {tuple(s.shape)} [{s.begin}, {s.end})" for s in (spec, other))
         refuse_for(spec, func, f"has operands that are sharded differently, {mine} and {theirs}")
+    if isinstance(value, OwnedTensor):
+        return operand_of(value, spec, func)
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
     try:

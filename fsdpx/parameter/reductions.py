@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from fsdpx.parameter import owned
 from fsdpx.parameter.collectives import Group, all_reduce, all_reduce_max, group_of
 from fsdpx.parameter.operands import local_operand
 from fsdpx.parameter.spec import Spec
@@ -147,6 +148,8 @@ def norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     """The norm of one tensor over all of its dimensions."""
     given = _given(func, args, kwargs)
     tensor = given["self"]
+    if tensor._spec.whole and _reduces_some(tensor, given.get("dim")):
+        return owned.run(func, args, kwargs)
     _require_all_dims(tensor, given.get("dim"), func)
     order = given.get("ord", given.get("p"))
     order = 2.0 if order is None else float(order)
@@ -159,10 +162,15 @@ def _given(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
     return {**kwargs, **dict(zip(names, args, strict=False))}
 
 
-def _require_all_dims(tensor: ShardedTensor, dim: Any, func: OpOverload) -> None:
+def _reduces_some(tensor: ShardedTensor, dim: Any) -> bool:
+    """Whether some dimensions are left."""
     dims = [dim] if isinstance(dim, int) else list(dim or [])
     distinct = {d % max(1, tensor.dim()) for d in dims}
-    if dims and len(distinct) != tensor.dim():
+    return bool(dims) and len(distinct) != tensor.dim()
+
+
+def _require_all_dims(tensor: ShardedTensor, dim: Any, func: OpOverload) -> None:
+    if _reduces_some(tensor, dim):
         refuse_for(tensor._spec, func, "reduces some of its dimensions only")
 
 
@@ -175,6 +183,8 @@ def add_up(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     given = _given(func, args, kwargs)
     tensor = given["self"]
     _refuse_gradient([tensor], func)
+    if tensor._spec.whole and _reduces_some(tensor, given.get("dim")):
+        return owned.run(func, args, kwargs)
     _require_all_dims(tensor, given.get("dim"), func)
     mean = func._schema.name == "aten::mean"
     if mean and not (tensor.is_floating_point() or given.get("dtype")):
@@ -218,6 +228,8 @@ def extreme(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     given = _given(func, args, kwargs)
     tensor = given["self"]
     _refuse_gradient([tensor], func)
+    if tensor._spec.whole and _reduces_some(tensor, given.get("dim")):
+        return owned.run(func, args, kwargs)
     _require_all_dims(tensor, given.get("dim"), func)
     if not tensor.numel() or tensor.is_complex():
         refuse_for(tensor._spec, func, "needs at least one real element")

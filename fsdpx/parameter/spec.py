@@ -27,6 +27,7 @@ class Spec:
         rank: This process's index in `ranges`.
         begin: First element that this rank holds.
         end: One past its last.
+        whole: Whether it is never cut, so that one rank, the `owner`, has all of it.
         group: The process group that `ranges` is about, or None where there is one rank only (or
             where a tensor was unpickled outside of its group).
     """
@@ -38,6 +39,7 @@ class Spec:
     group: dist.ProcessGroup | None
     begin: int
     end: int
+    whole: bool
 
     def __init__(
         self,
@@ -46,6 +48,7 @@ class Spec:
         ranges: Sequence[tuple[int, int]],
         rank: int,
         group: dist.ProcessGroup | None,
+        whole: bool = False,
     ) -> None:
         if not 0 <= rank < len(ranges):
             raise ValueError(f"parameter {name!r}: rank {rank} is not one of {len(ranges)}")
@@ -57,6 +60,7 @@ class Spec:
         set_(self, "group", group)
         set_(self, "begin", ranges[rank][0])
         set_(self, "end", ranges[rank][1])
+        set_(self, "whole", whole)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"Spec is immutable (setting {name!r})")
@@ -93,12 +97,18 @@ class Spec:
             ranges = (r.offset, r.numel, r.shard_numel, r.world_size)
         else:
             ranges = tuple(self.ranges)
-        return self.name, tuple(self.shape), ranges, self.rank
+        return self.name, tuple(self.shape), ranges, self.rank, self.whole
 
     @property
     def numel(self) -> int:
         """Elements of the whole parameter."""
         return math.prod(self.shape)
+
+    @cached_property
+    def owner(self) -> int:
+        """The rank that has all of a parameter that is never cut."""
+        held = (rank for rank, (begin, end) in enumerate(self.ranges) if end > begin)
+        return next(held, 0)
 
     @cached_property
     def boxes(self) -> list[Box]:
@@ -117,7 +127,7 @@ class Spec:
         """The same elements seen in another shape (same order)."""
         if torch.Size(shape) == self.shape:
             return self
-        return Spec(self.name, shape, self.ranges, self.rank, self.group)
+        return Spec(self.name, shape, self.ranges, self.rank, self.group, self.whole)
 
     def piece(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's elements of a whole value, 1-D; a view where `full` is contiguous.
@@ -152,7 +162,9 @@ def _alike(mine: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) ->
     return all(mine[rank] == other[rank] for rank in (*owners[:2], *owners[-1:]))
 
 
-def rebuild_spec(name: str, shape: Sequence[int], ranges: Sequence[Any], rank: int) -> Spec:
+def rebuild_spec(
+    name: str, shape: Sequence[int], ranges: Sequence[Any], rank: int, whole: bool = False
+) -> Spec:
     """Unpickles a `Spec`; the default group is taken if this process has the same place in it."""
     even = bool(ranges) and isinstance(ranges[0], int)
     every: Sequence[tuple[int, int]] = Ranges(*ranges) if even else [(a, b) for a, b in ranges]
@@ -161,7 +173,7 @@ def rebuild_spec(name: str, shape: Sequence[int], ranges: Sequence[Any], rank: i
         world = dist.group.WORLD
         if dist.get_world_size(world) == len(every) and dist.get_rank(world) == rank:
             group = world
-    return Spec(name, shape, every, rank, group)
+    return Spec(name, shape, every, rank, group, whole)
 
 
 def boxes(shape: tuple[int, ...], begin: int, end: int) -> list[Box]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch._ops import OpOverload
@@ -33,6 +33,7 @@ class ShardedTensor(torch.Tensor):
     _spec: Spec
     _is_param: bool = False
     _leaf: torch.Tensor | None = None  # of a parameter: the full one, which autograd sees
+    num_taken_over: ClassVar[int] = 0  # parameters of users that were made sharded
     _module: str = ""  # of a parameter: the class of the sharded module
 
     # Attribute access stays in C++ (0.2 us); operators arrive at __torch_dispatch__.
@@ -66,7 +67,7 @@ class ShardedTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        handler, writes = table.ENTRIES.get(func) or table.entry(func, refuse)
+        handler, writes = table.ENTRIES.get(func) or table.entry(func, on_owner)
         if not writes:
             return handler(func, args, kwargs or {})
         try:
@@ -248,11 +249,12 @@ def rebuild_tensor(
     shape: tuple[int, ...],
     ranges: tuple[Any, ...],
     rank: int,
+    whole: bool,
     requires_grad: bool,
     is_param: bool,
 ) -> ShardedTensor:
     """Unpickles a `ShardedTensor`."""
-    made = ShardedTensor(local, rebuild_spec(name, shape, ranges, rank), requires_grad)
+    made = ShardedTensor(local, rebuild_spec(name, shape, ranges, rank, whole), requires_grad)
     made._is_param = is_param
     return made
 
@@ -273,8 +275,17 @@ def first_spec(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Spec:
     return next(sharded_in((*args, *kwargs.values())))._spec
 
 
+def on_owner(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The handler of every operator that has none: only who has the whole tensor can run it."""
+    if first_spec(args, kwargs).whole:
+        from fsdpx.parameter import owned
+
+        return owned.run(func, args, kwargs)
+    return refuse(func, args, kwargs)
+
+
 def refuse(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
-    """The handler of every operator that has none."""
+    """Raises for an operator that can't run on pieces."""
     refuse_for(first_spec(args, kwargs), func, "does not work element by element")
 
 
@@ -284,7 +295,7 @@ def refuse_for(spec: Spec, func: OpOverload, why: str) -> NoReturn:
         f"parameter {spec.name!r} {tuple(spec.shape)} is sharded (this rank holds elements "
         f"[{spec.begin}, {spec.end})): {func} {why}. Use .full_tensor() for the whole value "
         "(without gradient), compute with the parameter inside its module's forward, where it is "
-        'whole, or shard with fully_shard(..., granularity="parameter") and use .to_local().'
+        'whole, or shard with fully_shard(..., granularity="parameter"): then its owner computes.'
     )
 
 

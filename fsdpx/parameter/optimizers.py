@@ -1,0 +1,69 @@
+"""What torch does before and after every step of an optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from fsdpx.parameter.identity import copied_into
+from fsdpx.parameter.tensor import ShardedTensor
+from fsdpx.torch_private import leave_to_eager
+
+# Numbers that optimizers keep as tensors: without dimensions, whatever the parameter's are.
+_NUMBERS = frozenset(["step", "eta", "mu", "mu_product"])
+_CHECKED = "_fsdpx_checked"
+
+
+def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Shards state that is whole: made before its parameter was sharded, or loaded since.
+
+    Raises:
+        RuntimeError: If the optimizer holds a parameter that is not the model's.
+    """
+    if torch.compiler.is_compiling():
+        return
+    # Loading makes a new dictionary; sharding changes classes, which only a look at each can tell.
+    groups = optimizer.param_groups
+    now = (optimizer.state, ShardedTensor.num_taken_over, [len(g["params"]) for g in groups])
+    before = optimizer.__dict__.get(_CHECKED)
+    if before is not None and before[0] is now[0] and before[1:] == now[1:]:
+        return
+    for group in groups:
+        for parameter in group["params"]:
+            _check(type(optimizer).__name__, parameter)
+            if isinstance(parameter, ShardedTensor) and parameter in optimizer.state:
+                _shard_state(parameter, optimizer.state[parameter])
+    optimizer.__dict__[_CHECKED] = now
+
+
+def _check(optimizer: str, parameter: torch.Tensor) -> None:
+    name = copied_into(parameter)
+    if name is not None:
+        raise RuntimeError(
+            f"{optimizer} holds a parameter that is not the model's: its values were assigned to "
+            f"the sharded parameter {name!r}, which stayed; build optimizers of model.parameters()"
+        )
+
+
+def _shard_state(parameter: ShardedTensor, state: dict[str, Any]) -> None:
+    spec = parameter._spec
+    for key, value in state.items():
+        plain = isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor)
+        if plain and value.shape == spec.shape and (value.dim() or key not in _NUMBERS):
+            state[key] = ShardedTensor(spec.piece(value.detach()).clone(), spec)
+
+
+def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Counts the writes of compiled steps, which go behind the back of everything that counts."""
+    if torch.compiler.is_compiling():
+        _count_writes(optimizer)
+
+
+def _count_writes(optimizer: torch.optim.Optimizer) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    increment_version([p._local for p in parameters if isinstance(p, ShardedTensor)])
+
+
+leave_to_eager(_count_writes)
