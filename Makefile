@@ -1,4 +1,4 @@
-# make build | demo | test | bench | lint | types | format | cpp-test | wheel | clean
+# make build | demo | test | test-cuda-sim | test-gpu | bench | lint | types | format | cpp-test | wheel | clean
 #
 #   PYTHON=python3.12             interpreter that makes the environment
 #   VENV=path                     the environment: made when it does not exist, else used as it is
@@ -28,7 +28,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := build
-.PHONY: env build demo test bench lint types format cpp-test wheel clean
+.PHONY: env build demo test test-cuda-sim test-gpu bench lint types format cpp-test wheel clean
 
 # What was installed is written down: a second run installs nothing.
 env:
@@ -57,6 +57,16 @@ build: env
 test: build
 	@echo "test: pytest $(TESTS)"
 	@$(PY) -m pytest -q $(TESTS)
+
+# A simulation, no GPU is involved (tests/cudasim/README.md). Says why when it cannot run here.
+test-cuda-sim: build
+	@echo "test-cuda-sim: pytest -m 'gpu or simulation' $(TESTS), simulated"
+	@$(PY) tests/cudasim/run.py -m pytest -q -m 'gpu or simulation' $(TESTS)
+
+# The same tests on real GPUs, one or several; several ranks share one GPU if there are too few.
+test-gpu: build
+	@echo "test-gpu: pytest -m gpu $(TESTS)"
+	@$(PY) -m pytest -q -m gpu $(TESTS)
 
 demo: build
 	@echo "demo: $(NPROC) ranks train a small GPT; the timeline goes to $(OUT)/"

@@ -58,6 +58,7 @@ class ShmCommunicator final : public Communicator {
   void all_reduce(const Tag& tag, void* data, DType dtype, int64_t numel, double scale) override;
   void barrier(const Tag& tag) override;
 
+  void leave_word(const std::string& text) override { board_->leave_note(text); }
   void close() override;
 
  private:

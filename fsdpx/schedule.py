@@ -27,6 +27,7 @@ import torch
 from . import _C
 from .gradients import Gradients
 from .order import Order
+from .progress import Progress
 from .residency import Residency
 from .torch_private import NO_BACKWARD, current_backward
 from .unit import Phase, Storage, Unit
@@ -50,6 +51,7 @@ class Schedule:
             earlier |= schedule.gradients
         self.gradients = {unit: earlier.get(unit) or Gradients(unit) for unit in units}
         self.residency = Residency(units, levels)
+        self._progress = Progress(units)
         self._forward, self._backward = Order(), Order()
         self._forward_now: list[Unit] = []  # what the running forwards came to so far
         self._ended: list[Unit] = []  # the same units in the order in which their forwards ended
@@ -74,6 +76,11 @@ class Schedule:
     def is_idle(self) -> bool:
         return not self._depth and not self._tasks
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether the communicators are open: a reset of another model may have closed them."""
+        return not any(comm.closed for comm in self._progress.communicators)
+
     # ---- Forward
 
     def begin_forward(self, unit: Unit) -> None:
@@ -83,6 +90,7 @@ class Schedule:
             self._begin_backward()
         elif self._depth == 0:
             self._check_unbroken()
+            self._progress.begin_forward()
             self._forward.follow(self._forward.known)
             self._forward_now, self._ended = [], []
             self.residency.free_stale()
@@ -148,8 +156,10 @@ class Schedule:
         finally:
             if unit.pins == 0 and not recompute:
                 self._after_forward(unit)
-            if self._depth == 0 and not recompute:
-                self._end_forwards(ok)
+            if not recompute:
+                self._progress.end_forward(unit, ok=ok, outermost=self._depth == 0)
+                if self._depth == 0:
+                    self._end_forwards(ok)
 
     def _after_forward(self, unit: Unit) -> None:
         if unit.num_calls % len(unit.modules):
@@ -291,6 +301,7 @@ class Schedule:
             self._reduced_any = False
             self._accumulates = False
             self._continues = self._has_pending()
+            self._progress.begin_backward()
         self._accumulates |= any(unit.native.num_expected() for unit in self.units)
         self._tasks.add(task)
         _C.at_backward_end(functools.partial(self._end_backward, task))
@@ -316,6 +327,7 @@ class Schedule:
                 self._record(unit, "backward")
                 if unit.phase is Phase.BACKWARD:
                     unit.to_phase(Phase.IDLE)
+            self._progress.end_backward(ok=settled)
             self.residency.free_others(keep=lambda unit: unit.zero.keeps_after_backward)
 
     def _settle(self) -> None:
@@ -360,7 +372,7 @@ class Schedule:
 
     def reset(self) -> None:
         """Forgets a step that was left in the middle; gradients that are not in `.grad` yet are
-        dropped.
+        dropped. The next use connects the ranks anew: they may have left it at different places.
         """
         self._depth = 0
         self._tasks.clear()
@@ -373,7 +385,11 @@ class Schedule:
             unit.native.swap_out()
             unit.native.forget_backward()
             self.residency.free(unit)
+            unit.listener = None
         self.forget_gradients(self.units)
+        self.close()
+        for comm in self._progress.communicators:
+            comm.close(seconds=0.5)
 
     def forget_gradients(self, units: Iterable[Unit]) -> None:
         """Drops gradients that `.grad` does not show yet."""

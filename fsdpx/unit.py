@@ -222,6 +222,13 @@ class Unit:
             self._replicate_comm = comm.create(self.group.replicate_group, kind=self.group.kind)
         return self._replicate_comm
 
+    def forget_closed(self) -> None:
+        """Lets the next use make communicators anew in place of closed ones."""
+        if self._comm is not None and self._comm.closed:
+            self._comm = None
+        if self._replicate_comm is not None and self._replicate_comm.closed:
+            self._replicate_comm = None
+
     @property
     def wire_bytes(self) -> int:
         """Bytes of the unit's packed gradients as they travel."""

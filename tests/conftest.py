@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
+import cudasim
 import pytest
+from cudasim.jobs import job
 
 # Tests run next to each other and in several ranks: one thread each, also in child processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,12 +23,22 @@ def missing_gpu() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what is marked `gpu`, with the reason, where there is no GPU."""
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    reason = missing_gpu() if marked else None
-    if reason is not None:
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason=reason))
+    """Skips what is marked `gpu` without a GPU and `simulation` outside of it, with the reason."""
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    reason = missing_gpu() if on_gpu else None
+    for item in on_gpu if reason is not None else []:
+        item.add_marker(pytest.mark.skip(reason=str(reason)))
+    outside = pytest.mark.skip(reason="needs the simulation: make test-cuda-sim")
+    for item in items:
+        if item.get_closest_marker("simulation") and not cudasim.active:
+            item.add_marker(outside)
+
+
+@pytest.fixture(autouse=True)
+def _simulated_job() -> Iterator[None]:
+    """Around every test in a process in which CUDA is simulated."""
+    with job():
+        yield
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

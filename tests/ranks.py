@@ -5,9 +5,10 @@
     def test_sum():
         results = run_ranks(2, check_sum, 3)            # results[r] is what rank r returned
 
-The workers of one world size share one gloo group, made once (the default group). What a rank
-raises comes back as `RankError`. After a failure, a crash or a passed time limit the workers are
-killed, and the next call starts new ones.
+The workers of one world size share one process group, made once (the default group): gloo, and
+nccl for CUDA tensors where there is CUDA, real or simulated. Ranks share GPUs when there are fewer.
+What a rank raises comes back as `RankError`. After a failure, a crash or a passed time limit the
+workers are killed, and the next call starts new ones.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import shutil
 import threading
 import time
 import traceback
@@ -25,6 +27,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from cudasim.jobs import job, new_session
 
 START_LIMIT = 120.0  # seconds: importing torch on a busy machine
 GRACE = 5.0  # seconds that other ranks get after one has failed
@@ -81,11 +85,11 @@ class _Pool:
         context = multiprocessing.get_context("spawn")
         self.pipes: list[Connection] = []
         self.processes = []
+        self.variables = new_session()
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_work, args=(rank, world_size, theirs, os.getpid()), daemon=True
-            )
+            args = (rank, world_size, theirs, os.getpid(), self.variables)
+            process = context.Process(target=_work, args=args, daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -154,14 +158,19 @@ class _Pool:
             process.close()
         for pipe in self.pipes:
             pipe.close()
+        if self.variables:
+            shutil.rmtree(self.variables["CUDASIM_SESSION"], ignore_errors=True)
 
 
 _pools: dict[int, _Pool] = {}
 atexit.register(stop_all)
 
 
-def _work(rank: int, world_size: int, pipe: Connection, parent: int) -> None:
+def _work(
+    rank: int, world_size: int, pipe: Connection, parent: int, variables: dict[str, str]
+) -> None:
     """The life of one worker."""
+    os.environ.update(variables, CUDASIM_SLOT=str(rank))
     os.environ.update(OMP_NUM_THREADS="1", RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
     threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
@@ -170,10 +179,10 @@ def _work(rank: int, world_size: int, pipe: Connection, parent: int) -> None:
     gc.freeze()  # what has been imported stays: no later collection needs to look at it
     while True:
         try:
-            job = pipe.recv_bytes()
+            request = pipe.recv_bytes()
         except (EOFError, OSError):
             return
-        pipe.send_bytes(_outcome(job, rank, world_size))
+        pipe.send_bytes(_outcome(request, rank, world_size))
         gc.collect()
 
 
@@ -190,14 +199,20 @@ def _init_group(rank: int, world_size: int, pipe: Connection) -> None:
         pipe.send_bytes(pickle.dumps((store.port,)))
     else:
         store = dist.TCPStore("127.0.0.1", pipe.recv(), world_size, False, limit)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+    backend = "gloo"
+    if torch.cuda.is_available():
+        os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")  # several ranks on one GPU
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
     pipe.send_bytes(pickle.dumps((None,)))
 
 
-def _outcome(job: bytes, rank: int, world_size: int) -> bytes:
+def _outcome(request: bytes, rank: int, world_size: int) -> bytes:
     try:
-        fn, args = pickle.loads(job)
-        return pickle.dumps((fn(rank, world_size, *args),))
+        fn, args = pickle.loads(request)
+        with job():
+            return pickle.dumps((fn(rank, world_size, *args),))
     except BaseException as error:
         text = traceback.format_exc()
         try:

@@ -10,7 +10,8 @@ import itertools
 
 import pytest
 import torch
-from cudasim.shipped import SimulatedPasses, build, find_nvcc
+from cudasim.build import find_nvcc
+from cudasim.shipped import SimulatedPasses, build
 from kernel_cases import FLOATING, bits_of, misaligned, random_bits
 from torch import Tensor
 
@@ -26,7 +27,7 @@ MODES = ((1.0, False), (1 / 3, False), (1.0, True), (-0.7, True))
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> SimulatedPasses:
-    return SimulatedPasses(*build(tmp_path_factory.mktemp("cuda")))
+    return SimulatedPasses(build(tmp_path_factory.mktemp("cuda")))
 
 
 @pytest.fixture
@@ -163,13 +164,12 @@ def test_many_pieces_take_few_launches(cuda: SimulatedPasses) -> None:
         pieces.append((None, target + 4 * position, 1))  # zeros in the gap
         flat[position] = 0
         position += 1
-    cuda.convert(pieces, dtype_code(torch.bfloat16), FLOAT32, scale=0.5, stream=0x1234)
+    cuda.convert(pieces, dtype_code(torch.bfloat16), FLOAT32, scale=0.5, stream=cuda.new_stream())
     got = download(cuda, target, flat)
     nan = got.isnan()
     assert torch.equal(nan, flat.isnan())
     assert_same_bits(got[~nan], flat[~nan])
     assert len(cuda.launches) == 5  # of 596 pieces that are not empty, 120 at a time
-    assert cuda.last_stream == 0x1234
 
 
 def test_accumulation_leaves_null_pieces_alone(cuda: SimulatedPasses) -> None:
@@ -186,7 +186,7 @@ def test_one_pass_in_wide_accesses(cuda: SimulatedPasses) -> None:
     source, target = upload(cuda, src), upload(cuda, dst)
     cuda.convert([(source, target, numel)], FLOAT32, dtype_code(torch.bfloat16), accumulate=True)
     assert cuda.memory.moved == {("ld", 16): 6 * numel, ("st", 16): 2 * numel}
-    cuda.memory.moved.clear()
+    cuda.memory.forget()
     cuda.reduce([source, source, source], FLOAT32, target, 3, numel)
     assert cuda.memory.moved == {("ld", 16): 12 * numel, ("st", 16): 2 * numel}
 

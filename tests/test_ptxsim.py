@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cudasim.ptxsim import Sim, SimError, Unsupported
-from cudasim.shipped import find_nvcc
+from cudasim.build import find_nvcc
+from cudasim.device import Device, Kernels, SimError
 
 pytestmark = pytest.mark.skipif(find_nvcc() is None, reason="nvcc is not installed")
 
@@ -28,11 +28,14 @@ KERNEL(reads_neighbour) {
   if (i < t.n) t.b[i] = 1.0f;
   if (i + 64 < t.n) t.a[i] = t.b[i + 64];
 }
-KERNEL(shared_memory) {
+KERNEL(no_barrier) {
   __shared__ float s[64];
   s[threadIdx.x] = t.a[threadIdx.x];
   __syncthreads();
-  t.b[0] = s[63];
+  const float other = s[63 - threadIdx.x];
+  s[threadIdx.x] = other + 1.0f;
+  __syncthreads();
+  t.b[blockIdx.x * 64 + threadIdx.x] = s[threadIdx.x];
 }
 KERNEL(toward_zero) { INDEX; if (i < t.n) t.b[i] = __fadd_rz(t.a[i], t.b[i]); }
 """
@@ -47,19 +50,28 @@ def ptx(tmp_path_factory: pytest.TempPathFactory) -> str:
     return (directory / "k.ptx").read_text()
 
 
-def run(ptx: str, kernel: str, *, n: int = 200, shift: int = 0, written: bool = True) -> Sim:
-    sim = Sim(ptx)
-    values = np.arange(200, dtype=np.float32)
-    a = sim.memory.upload(values) if written else sim.memory.allocate(800)
-    b = sim.memory.upload(values, shift=shift)
-    sim.launch(kernel, 4, 64, struct.pack("<qqii", a, b, n, 0))
-    assert sim.memory.download(b, np.float32, 200)[:n].tolist() == (3 * values)[:n].tolist()
-    return sim
+@pytest.fixture(scope="session")
+def device() -> Device:
+    return Device()
 
 
-def test_a_right_kernel_gives_the_right_numbers(ptx: str) -> None:
-    sim = run(ptx, "saxpy", n=131)
-    assert sim.memory.moved == {("ld", 4): 2 * 131 * 4, ("st", 4): 131 * 4}
+@pytest.fixture(scope="session")
+def kernels(device: Device, ptx: str) -> Kernels:
+    return Kernels(device, ptx)
+
+
+def run(kernels: Kernels, name: str, *, n: int = 200, shift: int = 0, written: bool = True) -> None:
+    device, values = kernels.device, np.arange(200, dtype=np.float32)
+    device.clear()
+    a = device.upload(values) if written else device.allocate(800)
+    b = device.upload(values, shift=shift)
+    kernels.launch(name, 4, 64, struct.pack("<qqii", a, b, n, 0))
+    assert device.download(b, np.float32, 200)[:n].tolist() == (3 * values)[:n].tolist()
+
+
+def test_a_right_kernel_gives_the_right_numbers(kernels: Kernels) -> None:
+    run(kernels, "saxpy", n=131)
+    assert kernels.device.moved == {("ld", 4): 2 * 131 * 4, ("st", 4): 131 * 4}
 
 
 WRONG = {
@@ -67,27 +79,22 @@ WRONG = {
     "misaligned": ("misaligned access", {"shift": 4}),
     "saxpy": ("never written", {"written": False}),
     "same_place": ("two threads store to one address", {}),
-    "without_block": ("two threads store to one address", {"n": 64}),
+    "without_block": ("race", {"n": 64}),
     "reads_neighbour": ("race", {}),
+    "no_barrier": ("race in shared memory", {}),
+    "toward_zero": ("does not know `add.rz.f32", {}),
 }
 
 
 @pytest.mark.parametrize("kernel", WRONG)
-def test_finds(ptx: str, kernel: str) -> None:
+def test_finds(kernels: Kernels, kernel: str) -> None:
     message, how = WRONG[kernel]
     with pytest.raises(SimError, match=message):
-        run(ptx, kernel, **how)
+        run(kernels, kernel, **how)
 
 
-@pytest.mark.parametrize("kernel", ["shared_memory", "toward_zero"])
-def test_refuses(ptx: str, kernel: str) -> None:
-    with pytest.raises(Unsupported):
-        run(ptx, kernel)
-
-
-def test_checks_the_launch(ptx: str) -> None:
-    sim = Sim(ptx)
+def test_checks_the_launch(kernels: Kernels) -> None:
     with pytest.raises(SimError, match="saxpy takes 24 bytes, not 3"):
-        sim.launch("saxpy", 1, 64, b"abc")
+        kernels.launch("saxpy", 1, 64, b"abc")
     with pytest.raises(SimError, match="at most 64 threads"):
-        sim.launch("saxpy", 1, 65, bytes(24))
+        kernels.launch("saxpy", 1, 65, bytes(24))

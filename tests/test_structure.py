@@ -35,7 +35,7 @@ PYTHON_ROWS = (
     ("mesh",),
     ("shards",),
     ("unit",),
-    ("gradients", "collect", "order", "attributes", "residency"),
+    ("gradients", "collect", "order", "progress", "attributes", "residency"),
     ("schedule", "changes"),
     ("hooks",),
     ("module", "describe", "full_parameters"),

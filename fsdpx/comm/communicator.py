@@ -270,6 +270,11 @@ class Communicator:
         """Ends when every rank has issued it."""
         return Work(self.native.barrier(self.stream, "barrier"), self._patience)
 
+    def leave_word(self, text: str) -> None:
+        """Lets ranks that wait for this one in vain say why: `text` goes into their errors."""
+        if not self.closed:
+            self.native.leave_word(self.stream, text)
+
     def close(self, *, seconds: float = CLOSE_SECONDS) -> None:
         """Finishes what was issued, for at most `seconds`, and leaves the group.
 
@@ -278,6 +283,7 @@ class Communicator:
         """
         if self.closed:
             return
+        self.leave_word("left")
         self.closed = True
         self.stream.close(seconds)
         self.native.close()  # a collective that still waits for others ends with an error now

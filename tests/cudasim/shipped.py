@@ -1,90 +1,73 @@
-"""The project's CUDA passes, host code and kernels, run in the simulator (see README.md)."""
+"""The project's CUDA passes, host code and kernels, on a simulated device (see README.md)."""
 
 from __future__ import annotations
 
 import ctypes
-import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .ptxsim import Memory, Sim
+from .build import find_nvcc, runtime_objects
+from .device import Device
 
 CSRC = Path(__file__).resolve().parent.parent.parent / "csrc"
 HERE = Path(__file__).resolve().parent
 MAX_MESSAGE = 1000
-_Callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p)
 
 
-def find_nvcc() -> str | None:
-    return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+def build(directory: Path) -> Path:
+    """Compiles csrc/cuda/*.cu and links them with the simulated runtime; the library."""
+    flags = ["-std=c++20", "-fmad=false", "--no-compress", "-Xcompiler", "-fPIC", f"-I{CSRC}"]
+    flags += ["-gencode", "arch=compute_90,code=compute_90"]
 
+    def compile_one(source: Path) -> str:
+        target = str(directory / f"{source.stem}.o")
+        run([str(find_nvcc()), *flags, "-c", str(source), "-o", target])
+        return target
 
-def build(directory: Path) -> tuple[Path, str]:
-    """Compiles csrc/cuda/kernels.cu; the library with its host code, and the PTX of its kernels."""
+    sources = [*sorted((CSRC / "cuda").glob("*.cu")), HERE / "launches.cpp"]
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(compile_one, sources))
     library = directory / "passes.so"
-    command = [
-        *(str(find_nvcc()), "-std=c++20", "-gencode", "arch=compute_90,code=compute_90"),
-        *("-shared", "-Xlinker", "-Bsymbolic", "-Xcompiler", "-fPIC", "--cudart=none", f"-I{CSRC}"),
-        *("-keep", "-keep-dir", str(directory)),
-        *(str(CSRC / "cuda" / "kernels.cu"), str(HERE / "launches.cpp"), "-o", str(library)),
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=directory, check=False)
+    link = ["-shared", "-Xlinker", "-Bsymbolic", "--cudart=none", "-Xcompiler", "-pthread"]
+    # The runtime goes first: kernels register themselves when the library is loaded.
+    run([str(find_nvcc()), *link, *map(str, runtime_objects()), *objects, "-o", str(library)])
+    return library
+
+
+def run(command: list[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    return library, (directory / "kernels.ptx").read_text()
 
 
 class _Piece(ctypes.Structure):
     _fields_ = (("src", ctypes.c_void_p), ("dst", ctypes.c_void_p), ("numel", ctypes.c_int64))
 
 
-@dataclass(frozen=True)
-class Launch:
-    kernel: str
-    num_blocks: int
-
-
 class SimulatedPasses:
     """csrc/cuda/kernels.h on simulated memory; errors of the host code become ValueError."""
 
-    def __init__(self, library: Path, ptx: str) -> None:
-        self.sim = Sim(ptx)
-        self.launches: list[Launch] = []
-        self._failure: Exception | None = None
+    def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
-        self._library.sim_last_stream.restype = ctypes.c_void_p
-        self._callback = _Callback(self._launch)  # kept: the library calls it
-        self._library.sim_set_callback(self._callback)
+        self.memory = Device(self._library)
 
     @property
-    def memory(self) -> Memory:
-        return self.sim.memory
+    def launches(self) -> list[str]:
+        return self.memory.launches()
 
     def clear(self) -> None:
-        self.sim.memory = Memory()
-        self.launches.clear()
+        self.memory.clear()
 
-    @property
-    def last_stream(self) -> int | None:
-        value = self._library.sim_last_stream()
-        return int(value) if value is not None else None
-
-    def _launch(self, name: bytes, num_blocks: int, num_threads: int, argument: int) -> None:
-        try:  # an exception must not cross the C++ frames
-            kernel = self.sim.kernels[name.decode()]
-            self.launches.append(Launch(kernel.name, num_blocks))
-            raw = ctypes.string_at(argument, kernel.parameter_bytes)
-            self.sim.launch(kernel.name, num_blocks, num_threads, raw)
-        except Exception as error:
-            self._failure = self._failure or error
+    def new_stream(self) -> int:
+        stream = ctypes.c_void_p()
+        self._library.cudaStreamCreate(ctypes.byref(stream))
+        return int(stream.value or 0)
 
     def _call(self, function: str, *args: object) -> None:
         message = ctypes.create_string_buffer(MAX_MESSAGE)
         failed = getattr(self._library, function)(*args, message, MAX_MESSAGE)
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        self.memory.check()
         if failed:
             raise ValueError(message.value.decode())
 

@@ -1,0 +1,116 @@
+"""A SIMULATION of CUDA for tests on machines without a GPU: see README.md in this directory.
+
+This module controls the runtime of a process that `run.py` started:
+
+    cudasim.configure(order="late", seed=3)
+    cudasim.busy(100, "forward")          # 100 virtual microseconds on the current stream
+    cudasim.trace()                       # [{"rank", "stream", "name", "start_us", "end_us", ...}]
+
+It imports nothing of torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from typing import Any
+
+ORDERS = ("eager", "late", "random")
+COUNTERS = ("allocations", "frees", "host_waits", "launches", "copies", "collectives")
+
+runtime = ctypes.CDLL(None)  # run.py has the simulated libraries loaded first
+active = hasattr(runtime, "cudasim_set")
+if active:
+    runtime.cudasim_trace.restype = runtime.cudasim_traffic.restype = ctypes.c_char_p
+    runtime.cudasim_get.restype = runtime.cudasim_host_us.restype = ctypes.c_double
+    runtime.cudasim_counter.restype = runtime.cudasim_peak_bytes.restype = ctypes.c_uint64
+
+
+def configure(**settings: object) -> None:
+    """Sets order, seed, timeout_s, mem_gbps, link_gbps, launch_us, ... (the table in sim.h)."""
+    for name, value in settings.items():
+        if runtime.cudasim_set(name.encode(), str(value).encode()):
+            raise ValueError(f"the simulation has no setting {name}")
+
+
+def setting(name: str) -> float:
+    return float(runtime.cudasim_get(name.encode()))
+
+
+def _stream(stream: Any) -> ctypes.c_void_p:
+    if stream is None and "torch" in sys.modules:
+        stream = sys.modules["torch"].cuda.current_stream()
+    return ctypes.c_void_p(getattr(stream, "cuda_stream", stream))
+
+
+def busy(us: float, name: str = "busy", stream: Any = None) -> None:
+    """An operation of `us` virtual microseconds on a stream (default: torch's current one)."""
+    runtime.cudasim_busy(_stream(stream), ctypes.c_double(us), name.encode())
+
+
+def charge(nbytes: int, name: str, stream: Any = None) -> None:
+    """Charges a stream's clock for memory traffic of work that was done by other means."""
+    runtime.cudasim_charge(_stream(stream), ctypes.c_double(nbytes), name.encode())
+
+
+def drain(stream: Any = None) -> None:
+    """Runs what is queued on a stream; the host's virtual clock does not wait for it."""
+    runtime.cudasim_drain(_stream(stream))
+
+
+def finish() -> None:
+    """Runs all that is queued."""
+    runtime.cudasim_drain_all()
+
+
+def pending() -> int:
+    """Operations that have not run yet."""
+    return int(runtime.cudasim_pending())
+
+
+def host_us() -> float:
+    return float(runtime.cudasim_host_us())
+
+
+def wrote(address: int, nbytes: int) -> None:
+    """Device memory was written by other means."""
+    runtime.cudasim_mark(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), 2)
+
+
+def poison(address: int, nbytes: int) -> None:
+    """Makes device memory NaN and not written: whoever reads it now makes a mistake that shows."""
+    ctypes.memset(address, 0xFF, nbytes)
+    runtime.cudasim_mark(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), 1)
+
+
+def fail_allocations_after(count: int) -> None:
+    """The device has memory for `count` more allocations (until the next reset)."""
+    runtime.cudasim_fail_allocations_after(ctypes.c_int64(count))
+
+
+def counters() -> dict[str, int]:
+    """What the host has done since the last reset: see COUNTERS."""
+    return {name: int(runtime.cudasim_counter(i)) for i, name in enumerate(COUNTERS)}
+
+
+def peak_bytes() -> int:
+    """The most device memory that was allocated at a time since the last reset."""
+    return int(runtime.cudasim_peak_bytes())
+
+
+def traffic() -> list[dict[str, Any]]:
+    """Accesses of kernels to global memory since the last reset, by kernel, opcode and width."""
+    found: list[dict[str, Any]] = json.loads(runtime.cudasim_traffic().decode())
+    return found
+
+
+def trace() -> list[dict[str, Any]]:
+    """Runs what is queued; the spans of virtual time since the last reset."""
+    spans: list[dict[str, Any]] = json.loads(runtime.cudasim_trace().decode())
+    return spans
+
+
+def reset() -> None:
+    """Runs what is queued, forgets a fault, and starts clocks, trace and counters at 0."""
+    runtime.cudasim_reset()

@@ -1,0 +1,156 @@
+"""Runs torch's own CUDA operators on the CPU, in the same memory: torch ships them without PTX.
+
+    with CpuOperators():
+        loss = model(x).sum(); loss.backward()
+
+An operator first runs what is queued on the current stream (the virtual clock does not notice),
+computes, and then puts an operation of the modelled cost on that stream.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+import cudasim
+
+# Operators that need no kernel: allocation, metadata, and copies that are cudaMemcpyAsync.
+NATIVE = {
+    *("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"),
+    *("_local_scalar_dense", "record_stream", "detach", "set_", "resize_", "is_pinned"),
+    *("_pin_memory", "_unsafe_view", "_reshape_alias"),
+}
+PASSED_ON = {"c10d", "_c10d_functional", "prim", "profiler"}  # namespaces
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """The same memory as a CPU tensor."""
+    storage = tensor.untyped_storage()
+    if not tensor.is_cuda:
+        return tensor
+    if storage.nbytes() == 0:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    raw = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
+    whole = torch.from_numpy(np.ctypeslib.as_array(raw))
+    items = storage.nbytes() // tensor.element_size() * tensor.element_size()
+    typed = whole[:items].view(tensor.dtype)
+    return typed.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def tensors_in(*trees: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    tree_map_only(Tensor, found.append, trees)
+    return found
+
+
+def mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    arguments = func._schema.arguments
+    values = dict(zip((a.name for a in arguments), args, strict=False), **kwargs)
+    written = [a.name for a in arguments if a.alias_info and a.alias_info.is_write]
+    return tensors_in([values[name] for name in written if name in values])
+
+
+def device_of(tensors: list[Tensor], kwargs: Any) -> torch.device | None:
+    for tensor in tensors:
+        if tensor.is_cuda:
+            return tensor.device
+    device = kwargs.get("device")
+    asked = torch.device(device) if device is not None else None
+    return asked if asked is not None and asked.type == "cuda" else None
+
+
+def nbytes(tensors: list[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def is_plain_copy(dst: Tensor, src: Tensor) -> bool:
+    """Whether cudaMemcpyAsync can do it."""
+    same = dst.dtype == src.dtype and dst.shape == src.shape
+    return same and dst.is_contiguous() and src.is_contiguous()
+
+
+def mark_written(tensor: Tensor) -> None:
+    storage = tensor.untyped_storage()
+    if tensor.is_cuda and storage.nbytes():
+        cudasim.wrote(storage.data_ptr(), storage.nbytes())
+
+
+class CpuOperators(TorchDispatchMode):
+    """The dispatch mode of this file's first lines; it reaches the threads of backward, too."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(t.__name__ == "FakeTensor" for t in types):
+            return func(*args, **kwargs)
+        if any(t not in (Tensor, torch.nn.Parameter) for t in types):
+            return NotImplemented  # subclasses have their own handlers first
+        name, inputs = func._schema.name.split("::")[1], tensors_in(args, kwargs)
+        device = device_of(inputs, kwargs)
+        if device is None or func.namespace in PASSED_ON or name in NATIVE or func.is_view:
+            return func(*args, **kwargs)
+        if name == "copy_":
+            return self.copy(*args, **kwargs)
+        if name in ("_to_copy", "clone"):
+            return self.convert(args[0], **kwargs)
+        return self.on_cpu(func, args, kwargs, inputs, device)
+
+    def copy(self, dst: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
+        if is_plain_copy(dst, src):
+            return dst.copy_(src, non_blocking)
+        device = dst.device if dst.is_cuda else src.device
+        copied: Tensor = self.on_cpu(torch.ops.aten.copy_.default, (dst, src), {}, [src], device)
+        return copied
+
+    def convert(
+        self,
+        src: Tensor,
+        dtype: Any = None,
+        device: Any = None,
+        non_blocking: bool = False,
+        **_: Any,
+    ) -> Tensor:
+        dtype = dtype or src.dtype
+        device = torch.device(device) if device is not None else src.device
+        if src.is_cuda and device.type != "cuda" and dtype != src.dtype:
+            src = self.convert(src, dtype)  # where it is; then it is moved
+        return self.copy(torch.empty_like(src, dtype=dtype, device=device), src, non_blocking)
+
+    def on_cpu(
+        self, func: Callable[..., Any], args: Any, kwargs: Any, inputs: Any, device: Any
+    ) -> Any:
+        with torch.cuda.device(device):
+            for tensor in inputs:
+                tensor.detach()  # lets dispatch keys below Python see it, as the operator would
+            cudasim.drain()
+            originals: dict[int, tuple[Tensor, Tensor]] = {}
+
+            def down(tensor: Tensor) -> Tensor:
+                copy = alias(tensor)
+                originals[id(copy)] = tensor, copy  # keeps it alive, so that its id stays its own
+                return copy
+
+            def up(tensor: Tensor) -> Tensor:
+                if id(tensor) in originals:  # in place, or out=
+                    return originals[id(tensor)][0]
+                out = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+                )
+                alias(out).copy_(tensor)
+                mark_written(out)
+                return out
+
+            a, k = tree_map_only(Tensor, down, (args, kwargs))
+            if k.get("device") is not None:
+                k = dict(k, device="cpu")
+            result = tree_map_only(Tensor, up, func(*a, **k))
+            for tensor in mutated(func, args, kwargs):
+                mark_written(tensor)
+            cudasim.charge(nbytes(inputs) + nbytes(tensors_in(result)), str(func))
+            return result
