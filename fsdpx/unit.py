@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import time
 from collections.abc import Callable, Sequence
@@ -66,7 +67,7 @@ class UnitOptions:
     mp_policy: MixedPrecisionPolicy
     reshard_after_forward: bool | None
     prefetch: int
-    granularity: Granularity | Callable[[str, nn.Parameter], Granularity]
+    granularity: Granularity | Callable[[str, Any], Granularity]
     zero_stage: int = 3
 
 
@@ -92,6 +93,7 @@ class Unit:
         group: ShardGroup,
         options: UnitOptions,
         device: torch.device,
+        layout: UnitLayout | None = None,
     ) -> None:
         self.modules = tuple(modules)
         self.name = self.class_name = type(modules[0]).__name__
@@ -108,7 +110,7 @@ class Unit:
         self.kept_by_user = False  # unshard() without reshard() or a forward since
         self.held = False  # inside full_parameters(): forwards leave it gathered too
         self.trainable: list[bool] = [bool(original_of(m).requires_grad) for m in parameters]
-        self.layout = self._plan(self.trainable)
+        self.layout = layout or self._plan(self.trainable)
         self.gathered_bytes = self.layout.gathered_bytes
         self.shards = Shards(parameters, self.layout, group, device)
         self.native = self._make_native()
@@ -201,6 +203,17 @@ class Unit:
             ranges.append((begin, end, managed.name))
         self.native.set_names(name, ranges)
         self._plan_gather = None
+
+    def twin(self) -> Unit:
+        """A unit with copies of the shards; `copies.py` gives it modules of its own."""
+        parameters = [managed.twin() for managed in self.parameters]
+        options = (self.group, self.options, self.device, self.layout)
+        made = Unit(self.modules, parameters, *options)
+        made.rename(self.name)
+        made.zero = copy.copy(self.zero)
+        made.gradient_divisor = self.gradient_divisor
+        made.ignored = dict(self.ignored)
+        return made
 
     # ---- Properties
 

@@ -36,7 +36,7 @@ PYTHON_ROWS = (
     ("shards",),
     ("unit",),
     ("gradients", "collect", "order", "progress", "attributes", "residency"),
-    ("schedule", "changes"),
+    ("schedule", "changes", "copies"),
     ("hooks",),
     ("module", "describe", "full_parameters"),
     ("fully_shard",),

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import (
 )
 
 from fsdpx.collect import managed_modules
+from fsdpx.copies import copy_sharded
 from fsdpx.fully_shard import make_unit
 from fsdpx.hooks import cast_floating, run_forward, schedule_of
 from fsdpx.module import no_sync
@@ -118,6 +119,9 @@ class FullyShardedDataParallel(nn.Module):
         self.sharding_strategy = strategy
         self.mixed_precision = mixed_precision or MixedPrecision()
         self._buffer_dtypes = cast_buffers(own - ignored.modules, self.mixed_precision.buffer_dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy_sharded(self, memo)
 
     # ---- Calls
 
