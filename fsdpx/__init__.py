@@ -28,6 +28,7 @@ from . import (
 from .clip import clip_grad_norm_
 from .describe import Description, describe
 from .errors import CommTimeout, DesyncError
+from .flat_parameters import FlatParameter, flat_parameters
 from .full_parameters import full_parameters
 from .fully_shard import fully_shard
 from .module import FSDPModule, UnshardHandle, no_sync, register_fsdp_forward_method
@@ -71,6 +72,7 @@ __all__ = [
     "Description",
     "DesyncError",
     "FSDPModule",
+    "FlatParameter",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
@@ -86,6 +88,7 @@ __all__ = [
     "clip_grad_norm_",
     "comm",
     "describe",
+    "flat_parameters",
     "full_parameters",
     "fully_shard",
     "no_sync",

@@ -81,6 +81,10 @@ class Ledger:
     def give(self, offset: int) -> None:
         del self._taken[offset]
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._taken
+
 
 _STEP = 128  # units are multiples of it
 
@@ -138,6 +142,10 @@ class Arena:
     def give(self, place: Place) -> None:
         self._ledger.give(place.offset)
 
+    @property
+    def is_borrowed(self) -> bool:
+        return not self._ledger.is_empty
+
 
 class Overflow:
     """Whole regions for units that find no place in their arena: nested uses of one level,
@@ -185,6 +193,11 @@ class Memory:
         """Bytes of all arenas and overflow regions on this rank."""
         arenas = sum(arena.num_bytes for arena in self._arenas.values())
         return arenas + sum(region.num_bytes for region in self._overflow.regions())
+
+    @property
+    def is_borrowed(self) -> bool:
+        """Whether any unit is in an arena."""
+        return any(arena.is_borrowed for arena in self._arenas.values())
 
     @property
     def arena_num_bytes(self) -> dict[int, int]:

@@ -191,8 +191,8 @@ class Schedule:
         if ok:
             first = not self._forward.known
             self._forward.follow(self._forward_now)
-            if first:
-                self.residency.size_arenas(self._forward_now)
+            if first or not self.residency.fits:
+                self.residency.size_arenas(self._forward_now if first else self.units)
         else:
             self._participants.clear()
             self._broken |= self._has_pending()

@@ -49,15 +49,16 @@ class InFlight:
 
     def add(self, event: _C.Event, used: Any) -> None:
         """Keeps `used` alive until `event`, the latest one of its stream, has ended."""
-        self._prune()
+        self.prune()
         self._running.append((event, used))
 
     def when_idle(self, action: Callable[[], None]) -> None:
         """Runs `action` when nothing that runs now can still use what it destroys."""
         self._later.append(action)
-        self._prune()
+        self.prune()
 
-    def _prune(self) -> None:
+    def prune(self) -> None:
+        """Lets go of what collectives that have ended used."""
         while self._running and self._running[0][0].query():
             self._running.popleft()
         if not self._running and self._later:
