@@ -55,18 +55,19 @@ class InFlight:
 
     def add(self, event: _C.Event, used: Any = None) -> None:
         """Keeps `used` alive until `event`, the latest one, has ended."""
-        self._prune()
+        self.prune()
         self._running.append((event, used, []))
 
     def when_idle(self, action: Callable[[], None]) -> None:
         """Runs `action` when nothing that runs now can still use what it destroys."""
-        self._prune()
+        self.prune()
         if self._running:
             self._running[-1][2].append(action)
         else:
             action()
 
-    def _prune(self) -> None:
+    def prune(self) -> None:
+        """Lets go of what collectives that have ended used."""
         while self._running and self._running[0][0].query():
             _, _, actions = self._running.popleft()
             for action in actions:
