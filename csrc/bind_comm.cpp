@@ -4,10 +4,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
+#include <limits>
 #include <memory>
 #include <tuple>
 
+#include "bind_cuda.h"
 #include "check.h"
 #include "comm_queue.h"
 #include "exchange_communicator.h"
@@ -27,17 +28,6 @@ bool python_is_ending() {
 #else
   return Py_IsInitialized() == 0 || _Py_IsFinalizing() != 0;
 #endif
-}
-
-// Holds a Python object for a task. Released on the worker thread, which takes the GIL for it; when
-// the interpreter is ending, that would hang, and the object is left alone.
-shared_ptr<void> keep(py::object object) {
-  if (object.is_none()) return nullptr;
-  return {new py::object(std::move(object)), [](void* held) {
-            if (python_is_ending()) return;
-            py::gil_scoped_acquire gil;
-            delete static_cast<py::object*>(held);
-          }};
 }
 
 template <typename T>
@@ -60,14 +50,6 @@ void translate(std::exception_ptr error) {
   }
 }
 
-void wait(Event& event, double seconds) {
-  py::gil_scoped_release nogil;
-  event.wait(seconds, [] {
-    const py::gil_scoped_acquire gil;
-    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-  });
-}
-
 struct GatherPlan {
   std::string unit;
   std::vector<GatherSegment> segments;
@@ -86,7 +68,8 @@ GatherPlan make_plan(std::string unit, const std::vector<GatherRow>& rows) {
 shared_ptr<Event> all_gather(shared_ptr<Communicator> comm, Stream& stream, const GatherPlan& plan,
                              int64_t region, int64_t offset, Recorder* recorder,
                              py::object keep_alive) {
-  auto op = std::make_shared<GatherOp>(GatherOp{{plan.unit}, {region, offset}, plan.segments});
+  auto op = std::make_shared<GatherOp>(
+      GatherOp{{plan.unit, comm->moment()}, {region, offset}, plan.segments});
   return issue_all_gather(stream, std::move(comm), std::move(op), recorder,
                           keep(std::move(keep_alive)));
 }
@@ -112,20 +95,27 @@ ReduceSegment make_reduce_segment(const std::vector<SpanRow>& grads, int grad_dt
 shared_ptr<Event> reduce_scatter(shared_ptr<Communicator> comm, Stream& stream,
                                  shared_ptr<ReduceOp> op, Recorder* recorder,
                                  py::object keep_alive) {
-  return issue_reduce_scatter(stream, std::move(comm), std::move(op), keep(std::move(keep_alive)),
-                              recorder);
+  auto kept = keep(std::move(keep_alive));
+  const py::gil_scoped_release nogil;  // on a GPU the task runs here
+  return issue_reduce_scatter(stream, std::move(comm), std::move(op), std::move(kept), recorder);
 }
 
 shared_ptr<Event> all_reduce(shared_ptr<Communicator> comm, Stream& stream, std::string unit,
                              uintptr_t data, int dtype, int64_t numel, double scale,
                              Recorder* recorder, py::object keep_alive) {
-  AllReduceOp op{{std::move(unit)}, pointer<void>(data), static_cast<DType>(dtype), numel, scale};
+  AllReduceOp op{{std::move(unit), comm->moment()},
+                 pointer<void>(data),
+                 static_cast<DType>(dtype),
+                 numel,
+                 scale};
   return issue_all_reduce(stream, std::move(comm), std::move(op), keep(std::move(keep_alive)),
                           recorder);
 }
 
 shared_ptr<Event> barrier(shared_ptr<Communicator> comm, Stream& stream, std::string name) {
-  auto event = stream.enqueue([comm, tag = Tag{std::move(name)}] { comm->barrier(tag); });
+  const py::gil_scoped_release nogil;
+  auto event =
+      stream.enqueue([comm, tag = Tag{std::move(name), comm->moment()}] { comm->barrier(tag); });
   comm->note_issued(event);
   return event;
 }
@@ -148,7 +138,7 @@ py::list take(Recorder& recorder) {
 void bind_streams(py::module_& m) {
   py::class_<Event, shared_ptr<Event>>(m, "Event")
       .def("query", &Event::query, "True when the task has ended, well or not.")
-      .def("wait", &wait, py::arg("seconds"),
+      .def("wait", &wait_for, py::arg("seconds"),
            "What the caller does next may use the results; raises what the task raised. On CPU it "
            "waits, without the GIL; on a GPU torch's current stream will.")
       .def("ended_within", &Event::ended_within, py::arg("seconds"),
@@ -212,10 +202,10 @@ void bind_operations(py::module_& m) {
   py::class_<ReduceOp, shared_ptr<ReduceOp>>(m, "ReduceOp")
       .def(py::init([](std::string unit, std::vector<ReduceSegment> segments,
                        std::vector<uint8_t> used) {
-             return ReduceOp{{std::move(unit)}, std::move(segments), std::move(used)};
+             return ReduceOp{{std::move(unit)}, std::move(segments), std::move(used), nullptr};
            }),
            py::arg("unit"), py::arg("segments"), py::arg("used") = std::vector<uint8_t>())
-      .def_readonly("used", &ReduceOp::used);
+      .def_property_readonly("used", &used_on_any_rank);
 }
 
 void bind_communicator(py::module_& m) {
@@ -246,7 +236,27 @@ void bind_communicator(py::module_& m) {
       .def("all_reduce", &all_reduce, py::arg("stream"), py::arg("unit"), py::arg("data"),
            py::arg("dtype"), py::arg("numel"), py::arg("scale") = 1.0,
            py::arg("recorder") = nullptr, py::arg("keep_alive") = py::none())
+      .def(
+          "set_moment",
+          [](Communicator& comm, uint32_t step, uint16_t forward, int phase) {
+            comm.set_moment({step, forward, static_cast<Moment::Phase>(phase)});
+          },
+          py::arg("step"), py::arg("forward"), py::arg("phase"),
+          "What the program does: phase 1 is forward, 2 backward, 3 neither. For messages.")
+      .def(
+          "leave_word",
+          [](shared_ptr<Communicator> comm, Stream& stream, std::string text) {
+            stream.enqueue([comm, text = std::move(text)] { comm->leave_word(text); });
+          },
+          py::arg("stream"), py::arg("text"), "What peers read that wait for this rank in vain.")
       .def("barrier", &barrier, py::arg("stream"), py::arg("name"))
+      .def(
+          "poison",
+          [](Communicator& comm, uintptr_t data, int64_t nbytes) {
+            comm.poison(pointer<void>(data), nbytes);
+          },
+          py::arg("data"), py::arg("nbytes"), nogil,
+          "NaN into memory, after what the caller has issued.")
       .def("close", &Communicator::close, nogil);
 }
 
@@ -264,7 +274,21 @@ ByteCollectives::Call byte_collective(py::function function) {
       const py::object timeout = py::module_::import("fsdpx.errors").attr("CommTimeout");
       const std::string message = py::str(error.value());
       if (error.matches(timeout)) throw CommTimeout(message);
-      throw std::runtime_error(message);
+      throw PeerFailure(message);
+    }
+  };
+}
+
+// Callables that only serve messages: what they raise is left out of those.
+template <typename Result, typename... Args>
+std::function<Result(Args...)> for_messages(py::function function) {
+  auto held = keep(std::move(function));
+  return [held](Args... args) -> Result {
+    py::gil_scoped_acquire gil;
+    try {
+      return (*static_cast<py::object*>(held.get()))(args...).template cast<Result>();
+    } catch (const py::error_already_set&) {
+      return Result();
     }
   };
 }
@@ -284,18 +308,46 @@ void bind_kinds(py::module_& m) {
           py::arg("connect_timeout") = 60.0, nogil);
   m.def(
       "exchange_communicator",
-      [](std::string kind, int rank, int size, py::function all_gather,
-         py::function all_to_all) -> shared_ptr<Communicator> {
+      [](std::string kind, int rank, int size, py::function all_gather, py::function all_to_all,
+         py::function tell, py::function ask) -> shared_ptr<Communicator> {
         return std::make_shared<ExchangeCommunicator>(
             std::move(kind), rank, size,
             ByteCollectives{byte_collective(std::move(all_gather)),
-                            byte_collective(std::move(all_to_all))});
+                            byte_collective(std::move(all_to_all)),
+                            for_messages<void, uint64_t, const std::string&>(std::move(tell)),
+                            for_messages<std::string, uint64_t>(std::move(ask))});
       },
       py::arg("kind"), py::arg("rank"), py::arg("size"), py::arg("all_gather"),
-      py::arg("all_to_all"), "Each callable takes (send address, recv address, bytes per rank).");
+      py::arg("all_to_all"), py::arg("tell"), py::arg("ask"),
+      "The collectives take (send address, recv address, bytes per rank), tell (sequence, text), "
+      "ask "
+      "(sequence).");
 }
 
 }  // namespace
+
+shared_ptr<void> keep(py::object object) {
+  if (object.is_none()) return nullptr;
+  return {new py::object(std::move(object)), [](void* held) {
+            if (python_is_ending()) return;
+            py::gil_scoped_acquire gil;
+            delete static_cast<py::object*>(held);
+          }};
+}
+
+void wait_for(Event& event, double seconds) {
+  py::gil_scoped_release nogil;
+  event.wait(seconds, [] {
+    const py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  });
+}
+
+std::vector<uint8_t> used_on_any_rank(const ReduceOp& op) {
+  if (op.used_late == nullptr) return op.used;
+  wait_for(*op.used_late->known, std::numeric_limits<double>::infinity());
+  return op.used_late->flags;
+}
 
 void bind_comm(py::module_& m) {
   py::register_exception_translator(&translate);

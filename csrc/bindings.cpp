@@ -5,6 +5,7 @@ namespace fsdpx {
 void bind_kernels(pybind11::module_& m);
 void bind_device(pybind11::module_& m);
 void bind_comm(pybind11::module_& m);
+void bind_cuda(pybind11::module_& m);
 void bind_torch(pybind11::module_& m);
 }  // namespace fsdpx
 
@@ -14,5 +15,6 @@ PYBIND11_MODULE(_C, m) {
   fsdpx::bind_kernels(m);
   fsdpx::bind_device(m);
   fsdpx::bind_comm(m);
+  fsdpx::bind_cuda(m);
   fsdpx::bind_torch(m);
 }

@@ -1,24 +1,38 @@
-// What a communicator does for one group of ranks. Calls block and run on the thread of the
-// communication stream; every rank makes the same calls in the same order, and each call first
-// checks that they do (see Tag).
+// What a communicator does for one group of ranks. Calls are tasks of a communication stream: on
+// CPU they block its worker thread, on a GPU they enqueue and return. Every rank makes the same
+// calls in the same order, and each call first checks that they do (see Tag).
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "check.h"
 #include "dtype.h"
 #include "kernels.h"
+#include "stream.h"
 
 namespace fsdpx {
+
+// When in its program a rank issues a collective: for messages, ranks need not agree on it.
+struct Moment {
+  enum Phase : uint8_t { kNone = 0, kForward = 1, kBackward = 2, kBetween = 3 };
+  uint32_t step = 0;     // from 1; a step ends with its backward
+  uint16_t forward = 0;  // how many forwards of this step have begun
+  Phase phase = kNone;
+};
 
 // What all ranks must agree on before data moves. A difference raises DesyncError on every rank,
 // naming both sides.
 struct Tag {
   std::string unit;  // name of the unit, for messages too
+  Moment moment = {};
 };
 
 // Memory that peers may write (all-gather destinations): `offset` bytes into region `region`, alike
@@ -59,14 +73,22 @@ struct ReduceSegment {
   bool accumulate = false;
 };
 
+// Flags that are known later than the collective that they travel with has been issued.
+struct LateFlags {
+  std::vector<uint8_t> flags;  // once `known` has ended
+  std::shared_ptr<Event> known;
+};
+
 struct ReduceOp {
   Tag tag;
   std::vector<ReduceSegment> segments;
-  std::vector<uint8_t>
-      used;  // in: 1 where this rank has a gradient for parameter i; out: where any rank has
+  // In: 1 where this rank has a gradient for parameter i; out: where any rank has. On a GPU these
+  // come as `used_late`.
+  std::vector<uint8_t> used;
+  std::shared_ptr<const LateFlags> used_late;
 };
 
-class Event;
+struct Announcement;
 
 class Communicator {
  public:
@@ -89,9 +111,29 @@ class Communicator {
   virtual void all_reduce(const Tag& tag, void* data, DType dtype, int64_t numel, double scale) = 0;
   virtual void barrier(const Tag& tag) = 0;
 
+  // Compares what the ranks are about to do elsewhere and sets the flags that any rank has set.
+  // Only where the ranks' CPUs can talk: see cuda/device_communicator.h.
+  virtual void agree(const Announcement& announcement, std::vector<uint8_t>& flags) = 0;
+
+  // kernels.h's pack where the ranks' tensors live: on a GPU on the caller's stream.
+  virtual void pack_gradients(std::span<const ConstSpan> srcs, DType from, void* flat, DType to,
+                              int64_t flat_numel, bool accumulate) {
+    fsdpx::pack(srcs, from, flat, to, flat_numel, 1.0, accumulate);
+  }
+  // Fills memory with NaN, after what the caller has issued: to find reads of freed memory.
+  virtual void poison(void* data, int64_t nbytes) { std::memset(data, 0xff, nbytes); }
+
   // Tells peers that this rank leaves (their waits fail at once and say so) and releases
   // everything. Never waits.
   virtual void close() = 0;
+
+  // What the program does now; issued collectives carry it in their tags.
+  Moment moment() const { return moment_.load(std::memory_order_relaxed); }
+  void set_moment(Moment moment) { moment_.store(moment, std::memory_order_relaxed); }
+
+  // Leaves word for peers that will wait for this rank: that it raised, say. It holds until the
+  // next collective, and runs in the order of those.
+  virtual void leave_word(const std::string& /*text*/) {}
 
   // The event of the latest collective issued on a stream, kept by comm_queue.h; null before the
   // first.
@@ -99,12 +141,13 @@ class Communicator {
     std::lock_guard lock(issue_mutex_);
     return last_issued_;
   }
-  void note_issued(std::shared_ptr<Event> event) {
+  virtual void note_issued(std::shared_ptr<Event> event) {
     std::lock_guard lock(issue_mutex_);
     last_issued_ = std::move(event);
   }
 
  private:
+  std::atomic<Moment> moment_ = Moment{};
   std::mutex issue_mutex_;
   std::shared_ptr<Event> last_issued_;
 };

@@ -210,7 +210,10 @@ class Communicator:
         recorder: Recorder | None = None,
         keep_alive: object = None,
     ) -> Event: ...
+    def set_moment(self, step: int, forward: int, phase: int) -> None: ...
+    def leave_word(self, stream: Stream, text: str) -> None: ...
     def barrier(self, stream: Stream, name: str) -> Event: ...
+    def poison(self, data: int, nbytes: int) -> None: ...
     def close(self) -> None: ...
 
 @final
@@ -233,13 +236,39 @@ def exchange_communicator(
     size: int,
     all_gather: Callable[[int, int, int], object],
     all_to_all: Callable[[int, int, int], object],
+    tell: Callable[[int, str], object],
+    ask: Callable[[int], str],
 ) -> Communicator: ...
 
-# ---- Facing torch
+# ---- On GPUs
 
 has_cuda: bool  # whether the CUDA sources are in this build
 
-def device_stream(device: torch.device) -> Stream: ...
+def local_communicator(
+    stream: Stream, control: Communicator, control_stream: Stream, timeout: float
+) -> Communicator: ...
+def exchange_on_device(
+    stream: Stream,
+    control: Communicator,
+    control_stream: Stream,
+    timeout: float,
+    all_gather: Callable[[int, int], object],
+    reduce_scatter: Callable[[int, int, int], object],
+    all_reduce: Callable[[int, int, int], object],
+) -> Communicator: ...
+def nccl_communicator(
+    stream: Stream,
+    control: Communicator,
+    control_stream: Stream,
+    timeout: float,
+    unique_id: bytes,
+) -> Communicator: ...
+def nccl_version() -> int: ...
+def nccl_unique_id() -> bytes: ...
+
+# ---- Facing torch
+
+def device_stream(device: torch.device, stream: int) -> Stream: ...
 
 # Gradient, wire, accumulator and shard dtype, numel of a shard, (leaf, offset, numel) of each entry
 _Segment = tuple[int, int, int, int, int, Sequence[tuple[int, int, int]]]
@@ -266,7 +295,9 @@ class Unit:
     def drop_gradients(self) -> None: ...
     def has_gradients(self) -> list[bool]: ...
     def version(self) -> int: ...
-    def accumulate(self, buffers: Sequence[tuple[int, int]], first: bool, /) -> None: ...
+    def accumulate(
+        self, communicator: Communicator, buffers: Sequence[tuple[int, int]], first: bool, /
+    ) -> None: ...
     def reduce(
         self,
         stream: Stream,

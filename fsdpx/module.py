@@ -6,12 +6,14 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
+from .copies import copy_sharded
 from .hooks import all_schedules, run_forward, schedule_of
+from .parameter import keep_attributes
 from .unit import Unit, unit_of, units
 
 
@@ -39,10 +41,18 @@ class FSDPModule:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        _refuse_copy(self, "copied: copy.deepcopy the model before fully_shard")
+        return copy_sharded(cast(nn.Module, self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _refuse_copy(self, "pickled: save model.state_dict() instead")
+        raise RuntimeError(
+            f"fsdpx: the sharded module {type(self).__name__} cannot be pickled: save "
+            "model.state_dict() instead"
+        )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Behind `to()`, `half()`, `to_empty()`: parameters keep what the user hung on them."""
+        with keep_attributes(list(cast(nn.Module, self).parameters())):
+            return super()._apply(fn, recurse)  # type: ignore[misc]
 
     def _units(self, recurse: bool) -> list[Unit]:
         module = cast(nn.Module, self)
@@ -200,10 +210,6 @@ class FSDPModule:
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Not supported on CPU."""
         _refuse("set_symm_mem_for_comm", "fully_shard(comm='shm')")
-
-
-def _refuse_copy(module: Any, what: str) -> NoReturn:
-    raise RuntimeError(f"fsdpx: the sharded module {type(module).__name__} cannot be {what}")
 
 
 def _refuse(method: str, instead: str) -> None:
