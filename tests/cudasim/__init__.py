@@ -22,7 +22,8 @@ COUNTERS = ("allocations", "frees", "host_waits", "launches", "copies", "collect
 runtime = ctypes.CDLL(None)  # run.py has the simulated libraries loaded first
 active = hasattr(runtime, "cudasim_set")
 if active:
-    runtime.cudasim_trace.restype = runtime.cudasim_traffic.restype = ctypes.c_char_p
+    for _name in ("trace", "traffic", "waits"):
+        getattr(runtime, f"cudasim_{_name}").restype = ctypes.c_char_p
     runtime.cudasim_get.restype = runtime.cudasim_host_us.restype = ctypes.c_double
     runtime.cudasim_counter.restype = runtime.cudasim_peak_bytes.restype = ctypes.c_uint64
 
@@ -109,6 +110,17 @@ def trace() -> list[dict[str, Any]]:
     """Runs what is queued; the spans of virtual time since the last reset."""
     spans: list[dict[str, Any]] = json.loads(runtime.cudasim_trace().decode())
     return spans
+
+
+def waits() -> list[dict[str, Any]]:
+    """Waits of streams for events since the last reset, and which operations they order."""
+    found: list[dict[str, Any]] = json.loads(runtime.cudasim_waits().decode())
+    return found
+
+
+def drop_waits(period: int, index: int) -> None:
+    """Leaves out one of each `period` waits of streams for events, until the next reset."""
+    runtime.cudasim_drop_waits(ctypes.c_size_t(period), ctypes.c_size_t(index))
 
 
 def reset() -> None:
