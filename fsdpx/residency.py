@@ -100,10 +100,12 @@ class Residency:
         place = unit.free()
         del self._resident[unit]
         unit.native.set_notify(False)
-        if self._own.get(unit) is not place:
-            self.memories[unit.comm].give(place)
-        elif not self.is_kept(unit):  # unshard() by the user lent it
-            self.memories[unit.comm].give(self._own.pop(unit))
+        if unit in self._own and self.is_kept(unit) and self._own[unit].region == place.region:
+            self._own[unit] = place
+            return
+        if unit in self._own and self._own[unit].region == place.region:
+            del self._own[unit]  # unshard() by the user lent it
+        self.memories[unit.comm].give(place)
 
     def free_others(self, keep: Callable[[Unit], bool]) -> None:
         """Frees all but the units that `keep` names, that run, or that the user keeps."""
