@@ -39,6 +39,7 @@ class Training:
         sync_each: Whether each of them reduces gradients.
         frozen: The second block's weights do not train.
         checkpoint: Blocks recompute their forward.
+        zero_stage: As `fully_shard` takes it.
         replicas: HSDP: copies of each share.
         num_steps: Optimizer steps.
     """
@@ -50,6 +51,7 @@ class Training:
     sync_each: bool = True
     frozen: bool = False
     checkpoint: bool = False
+    zero_stage: int = 3
     replicas: int = 1
     num_steps: int = 2
 
@@ -104,6 +106,7 @@ def shard(training: Training, device: str, world_size: int) -> Any:
         "mesh": mesh(training, device, world_size),
         "mp_policy": MixedPrecisionPolicy(low, low),
         "prefetch": training.prefetch,
+        "zero_stage": training.zero_stage,
         "comm": training.comm if device == "cuda" else "auto",
     }
     for block in model.blocks:
@@ -151,7 +154,8 @@ def train(
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)
     kept: list[Tensor] = []
-    for step, micro_batches in enumerate(batches(training, rank, device)):
+    steps = list(batches(training, rank, device))  # before: to copy them makes the host wait
+    for step, micro_batches in enumerate(steps):
         for i, (x, y) in enumerate(micro_batches):
             last = i == len(micro_batches) - 1
             model.set_requires_gradient_sync(last or training.sync_each)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 ORDERS = ("eager", "late", "random")
@@ -53,6 +54,15 @@ def busy(us: float, name: str = "busy", stream: Any = None) -> None:
 def charge(nbytes: int, name: str, stream: Any = None) -> None:
     """Charges a stream's clock for memory traffic of work that was done by other means."""
     runtime.cudasim_charge(_stream(stream), ctypes.c_double(nbytes), name.encode())
+
+
+def write(address: int, source: int, nbytes: int) -> None:
+    """An operation of the current stream that writes what is now at `source`, on the host.
+
+    It takes no time: `charge` says what the work costs that made it.
+    """
+    target, data = ctypes.c_void_p(address), ctypes.c_void_p(source)
+    runtime.cudasim_write(_stream(None), target, data, ctypes.c_size_t(nbytes))
 
 
 def drain(stream: Any = None) -> None:
@@ -118,9 +128,10 @@ def waits() -> list[dict[str, Any]]:
     return found
 
 
-def drop_waits(period: int, index: int) -> None:
-    """Leaves out one of each `period` waits of streams for events, until the next reset."""
-    runtime.cudasim_drop_waits(ctypes.c_size_t(period), ctypes.c_size_t(index))
+def drop_waits(period: int, indices: Sequence[int]) -> None:
+    """Leaves out of each `period` waits for events those with these indices, until a reset."""
+    array = (ctypes.c_size_t * len(indices))(*indices)
+    runtime.cudasim_drop_waits(ctypes.c_size_t(period), array, ctypes.c_size_t(len(indices)))
 
 
 def reset() -> None:

@@ -26,7 +26,8 @@ struct Wait {
   std::string event_after, before;  // the operations that it orders
 };
 std::vector<Wait>& waits = *new std::vector<Wait>;
-size_t dropped_period = 0, dropped_index = 0;  // one of each `period`
+size_t dropped_period = 0;  // of each so many waits, those of `dropped` are left out
+std::vector<size_t>& dropped = *new std::vector<size_t>;
 
 Stream* legacy_stream(int owner) {
   static auto& legacy = *new std::map<int, Stream*>;
@@ -66,9 +67,10 @@ void step(Stream* s) {
 // which one stream is far behind another are the ones that show a missing dependency, and a fair
 // choice at every step seldom makes them.
 int eagerness(const Stream* s) {
-  uint32_t x = uint32_t(settings.seed) * 0x9E3779B9u + uint32_t(s->id) * 0x85EBCA6Bu;
-  x = (x ^ x >> 15) * 0x2C1B3C6Du;
-  return int((x ^ x >> 12) & 3);
+  uint32_t x = uint32_t(settings.seed) * 0x9E3779B9u + uint32_t(s->id + 1) * 0x85EBCA6Bu;
+  x = (x ^ x >> 16) * 0x85EBCA6Bu;
+  x = (x ^ x >> 13) * 0xC2B2AE35u;
+  return int((x ^ x >> 16) & 3);
 }
 
 bool step_random() {
@@ -157,7 +159,7 @@ bool note_wait(Stream* s, const Record& event) {
   const size_t number = waits.size();
   waits.push_back({s->id, event.stream->id, event.after, ""});
   s->new_waits.push_back(number);
-  return dropped_period && number % dropped_period == dropped_index;
+  return dropped_period && std::count(dropped.begin(), dropped.end(), number % dropped_period);
 }
 
 Stream* new_stream(int owner) {
@@ -289,12 +291,12 @@ API const char* cudasim_trace() {
   return json.c_str();
 }
 
-// Leaves out of each `period` waits of streams for events the one with this index, until a reset.
-API void cudasim_drop_waits(size_t period, size_t index) {
+// Leaves out of each `period` waits of streams for events those with these indices, until a reset.
+API void cudasim_drop_waits(size_t period, const size_t* indices, size_t count) {
   sim::Lock lock;
   sim::forget_waits();
   sim::dropped_period = period;
-  sim::dropped_index = index;
+  sim::dropped.assign(indices, indices + count);
 }
 
 // Waits of streams for events since the last reset, as JSON.
