@@ -25,6 +25,7 @@ from . import (
     schedule,
     unit,
 )
+from .clip import clip_grad_norm_
 from .describe import Description, describe
 from .errors import CommTimeout, DesyncError
 from .flat_parameters import FlatParameter, flat_parameters
@@ -39,6 +40,7 @@ from .module import (
 )
 from .parameter import ShardedTensor
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .sync import sync_module_states, unequal_states
 from .timeline import record_timeline
 from .torch_private import leave_to_eager
 
@@ -89,6 +91,7 @@ __all__ = [
     "ShardingStrategy",
     "StateDictType",
     "UnshardHandle",
+    "clip_grad_norm_",
     "comm",
     "describe",
     "flat_parameters",
@@ -99,4 +102,6 @@ __all__ = [
     "record_timeline",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "sync_module_states",
+    "unequal_states",
 ]
