@@ -30,17 +30,6 @@ bool python_is_ending() {
 #endif
 }
 
-// Holds a Python object for a task. Released on the worker thread, which takes the GIL for it; when
-// the interpreter is ending, that would hang, and the object is left alone.
-shared_ptr<void> keep(py::object object) {
-  if (object.is_none()) return nullptr;
-  return {new py::object(std::move(object)), [](void* held) {
-            if (python_is_ending()) return;
-            py::gil_scoped_acquire gil;
-            delete static_cast<py::object*>(held);
-          }};
-}
-
 template <typename T>
 T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
@@ -79,7 +68,8 @@ GatherPlan make_plan(std::string unit, const std::vector<GatherRow>& rows) {
 shared_ptr<Event> all_gather(shared_ptr<Communicator> comm, Stream& stream, const GatherPlan& plan,
                              int64_t region, int64_t offset, Recorder* recorder,
                              py::object keep_alive) {
-  auto op = std::make_shared<GatherOp>(GatherOp{{plan.unit}, {region, offset}, plan.segments});
+  auto op = std::make_shared<GatherOp>(
+      GatherOp{{plan.unit, comm->moment()}, {region, offset}, plan.segments});
   return issue_all_gather(stream, std::move(comm), std::move(op), recorder,
                           keep(std::move(keep_alive)));
 }
@@ -113,14 +103,19 @@ shared_ptr<Event> reduce_scatter(shared_ptr<Communicator> comm, Stream& stream,
 shared_ptr<Event> all_reduce(shared_ptr<Communicator> comm, Stream& stream, std::string unit,
                              uintptr_t data, int dtype, int64_t numel, double scale,
                              Recorder* recorder, py::object keep_alive) {
-  AllReduceOp op{{std::move(unit)}, pointer<void>(data), static_cast<DType>(dtype), numel, scale};
+  AllReduceOp op{{std::move(unit), comm->moment()},
+                 pointer<void>(data),
+                 static_cast<DType>(dtype),
+                 numel,
+                 scale};
   return issue_all_reduce(stream, std::move(comm), std::move(op), keep(std::move(keep_alive)),
                           recorder);
 }
 
 shared_ptr<Event> barrier(shared_ptr<Communicator> comm, Stream& stream, std::string name) {
   const py::gil_scoped_release nogil;
-  auto event = stream.enqueue([comm, tag = Tag{std::move(name)}] { comm->barrier(tag); });
+  auto event =
+      stream.enqueue([comm, tag = Tag{std::move(name), comm->moment()}] { comm->barrier(tag); });
   comm->note_issued(event);
   return event;
 }
@@ -241,6 +236,19 @@ void bind_communicator(py::module_& m) {
       .def("all_reduce", &all_reduce, py::arg("stream"), py::arg("unit"), py::arg("data"),
            py::arg("dtype"), py::arg("numel"), py::arg("scale") = 1.0,
            py::arg("recorder") = nullptr, py::arg("keep_alive") = py::none())
+      .def(
+          "set_moment",
+          [](Communicator& comm, uint32_t step, uint16_t forward, int phase) {
+            comm.set_moment({step, forward, static_cast<Moment::Phase>(phase)});
+          },
+          py::arg("step"), py::arg("forward"), py::arg("phase"),
+          "What the program does: phase 1 is forward, 2 backward, 3 neither. For messages.")
+      .def(
+          "leave_word",
+          [](shared_ptr<Communicator> comm, Stream& stream, std::string text) {
+            stream.enqueue([comm, text = std::move(text)] { comm->leave_word(text); });
+          },
+          py::arg("stream"), py::arg("text"), "What peers read that wait for this rank in vain.")
       .def("barrier", &barrier, py::arg("stream"), py::arg("name"))
       .def(
           "poison",
@@ -250,6 +258,39 @@ void bind_communicator(py::module_& m) {
           py::arg("data"), py::arg("nbytes"), nogil,
           "NaN into memory, after what the caller has issued.")
       .def("close", &Communicator::close, nogil);
+}
+
+// A Python callable (send address, recv address, nbytes) as a primitive. It runs on the worker
+// thread and takes the GIL to issue.
+ByteCollectives::Call byte_collective(py::function function) {
+  auto held = keep(std::move(function));
+  return [held](const void* send, void* recv, int64_t nbytes) {
+    py::gil_scoped_acquire gil;
+    try {
+      (*static_cast<py::object*>(held.get()))(reinterpret_cast<uintptr_t>(send),
+                                              reinterpret_cast<uintptr_t>(recv), nbytes);
+    } catch (const py::error_already_set& error) {
+      // Not as it is: it could not be destroyed without the GIL.
+      const py::object timeout = py::module_::import("fsdpx.errors").attr("CommTimeout");
+      const std::string message = py::str(error.value());
+      if (error.matches(timeout)) throw CommTimeout(message);
+      throw PeerFailure(message);
+    }
+  };
+}
+
+// Callables that only serve messages: what they raise is left out of those.
+template <typename Result, typename... Args>
+std::function<Result(Args...)> for_messages(py::function function) {
+  auto held = keep(std::move(function));
+  return [held](Args... args) -> Result {
+    py::gil_scoped_acquire gil;
+    try {
+      return (*static_cast<py::object*>(held.get()))(args...).template cast<Result>();
+    } catch (const py::error_already_set&) {
+      return Result();
+    }
+  };
 }
 
 void bind_kinds(py::module_& m) {
@@ -267,18 +308,32 @@ void bind_kinds(py::module_& m) {
           py::arg("connect_timeout") = 60.0, nogil);
   m.def(
       "exchange_communicator",
-      [](std::string kind, int rank, int size, py::function all_gather,
-         py::function all_to_all) -> shared_ptr<Communicator> {
+      [](std::string kind, int rank, int size, py::function all_gather, py::function all_to_all,
+         py::function tell, py::function ask) -> shared_ptr<Communicator> {
         return std::make_shared<ExchangeCommunicator>(
             std::move(kind), rank, size,
             ByteCollectives{byte_collective(std::move(all_gather)),
-                            byte_collective(std::move(all_to_all))});
+                            byte_collective(std::move(all_to_all)),
+                            for_messages<void, uint64_t, const std::string&>(std::move(tell)),
+                            for_messages<std::string, uint64_t>(std::move(ask))});
       },
       py::arg("kind"), py::arg("rank"), py::arg("size"), py::arg("all_gather"),
-      py::arg("all_to_all"), "Each callable takes (send address, recv address, bytes per rank).");
+      py::arg("all_to_all"), py::arg("tell"), py::arg("ask"),
+      "The collectives take (send address, recv address, bytes per rank), tell (sequence, text), "
+      "ask "
+      "(sequence).");
 }
 
 }  // namespace
+
+shared_ptr<void> keep(py::object object) {
+  if (object.is_none()) return nullptr;
+  return {new py::object(std::move(object)), [](void* held) {
+            if (python_is_ending()) return;
+            py::gil_scoped_acquire gil;
+            delete static_cast<py::object*>(held);
+          }};
+}
 
 void wait_for(Event& event, double seconds) {
   py::gil_scoped_release nogil;
@@ -292,23 +347,6 @@ std::vector<uint8_t> used_on_any_rank(const ReduceOp& op) {
   if (op.used_late == nullptr) return op.used;
   wait_for(*op.used_late->known, std::numeric_limits<double>::infinity());
   return op.used_late->flags;
-}
-
-ByteCollectives::Call byte_collective(py::function function) {
-  auto held = keep(std::move(function));
-  return [held](const void* send, void* recv, int64_t nbytes) {
-    py::gil_scoped_acquire gil;
-    try {
-      (*static_cast<py::object*>(held.get()))(reinterpret_cast<uintptr_t>(send),
-                                              reinterpret_cast<uintptr_t>(recv), nbytes);
-    } catch (const py::error_already_set& error) {
-      // Not as it is: it could not be destroyed without the GIL.
-      const py::object timeout = py::module_::import("fsdpx.errors").attr("CommTimeout");
-      const std::string message = py::str(error.value());
-      if (error.matches(timeout)) throw CommTimeout(message);
-      throw std::runtime_error(message);
-    }
-  };
 }
 
 void bind_comm(py::module_& m) {

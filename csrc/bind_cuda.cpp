@@ -2,7 +2,6 @@
 // say so.
 #include "bind_cuda.h"
 
-#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
 #include <cstring>
@@ -44,12 +43,35 @@ shared_ptr<Communicator> local_communicator(const shared_ptr<Stream>& stream,
       "local", surroundings(stream, control, control_stream, timeout));
 }
 
+// Python callables are run with the GIL; what they raise must not leave it.
+template <typename... Args>
+void call(const shared_ptr<void>& held, Args... args) {
+  const py::gil_scoped_acquire gil;
+  try {
+    (*static_cast<py::object*>(held.get()))(args...);
+  } catch (const py::error_already_set& error) {
+    throw std::runtime_error(error.what());
+  }
+}
+
+std::function<void(void*, DType, int64_t)> typed_collective(py::function function) {
+  return [held = keep(std::move(function))](void* data, DType dtype, int64_t numel) {
+    call(held, reinterpret_cast<uintptr_t>(data), static_cast<int>(dtype), numel);
+  };
+}
+
 shared_ptr<Communicator> exchange_on_device(const shared_ptr<Stream>& stream,
                                             const shared_ptr<Communicator>& control,
                                             const shared_ptr<Stream>& control_stream,
-                                            double timeout, ByteCollectives calls) {
-  return std::make_shared<cuda::DeviceExchangeCommunicator>(
-      "c10d", surroundings(stream, control, control_stream, timeout), std::move(calls));
+                                            double timeout, py::function all_gather,
+                                            py::function reduce_scatter, py::function all_reduce) {
+  const auto gather = [held = keep(std::move(all_gather))](void* data, int64_t nbytes) {
+    call(held, reinterpret_cast<uintptr_t>(data), nbytes);
+  };
+  return std::make_shared<cuda::DeviceExchange>(
+      "c10d", surroundings(stream, control, control_stream, timeout),
+      cuda::DeviceCollectives{gather, typed_collective(std::move(reduce_scatter)),
+                              typed_collective(std::move(all_reduce))});
 }
 
 shared_ptr<Communicator> nccl_communicator(const shared_ptr<Stream>& stream,
@@ -83,7 +105,8 @@ constexpr bool kHasCuda = false;
 using Streams = const shared_ptr<Stream>&;
 using Control = const shared_ptr<Communicator>&;
 shared_ptr<Communicator> local_communicator(Streams, Control, Streams, double) { refuse(); }
-shared_ptr<Communicator> exchange_on_device(Streams, Control, Streams, double, ByteCollectives) {
+shared_ptr<Communicator> exchange_on_device(Streams, Control, Streams, double, py::function,
+                                            py::function, py::function) {
   refuse();
 }
 shared_ptr<Communicator> nccl_communicator(Streams, Control, Streams, double, const std::string&) {
@@ -99,19 +122,11 @@ void bind_cuda(py::module_& m) {
   m.attr("has_cuda") = kHasCuda;
   m.def("local_communicator", &local_communicator, py::arg("stream"), py::arg("control"),
         py::arg("control_stream"), py::arg("timeout"), "For one rank on a GPU.");
-  m.def(
-      "exchange_on_device",
-      [](const shared_ptr<Stream>& stream, const shared_ptr<Communicator>& control,
-         const shared_ptr<Stream>& control_stream, double timeout, py::function all_gather,
-         py::function all_to_all) {
-        return exchange_on_device(
-            stream, control, control_stream, timeout,
-            {byte_collective(std::move(all_gather)), byte_collective(std::move(all_to_all))});
-      },
-      py::arg("stream"), py::arg("control"), py::arg("control_stream"), py::arg("timeout"),
-      py::arg("all_gather"), py::arg("all_to_all"),
-      "Each callable takes (send address, recv address, bytes per rank) and enqueues on the "
-      "stream.");
+  m.def("exchange_on_device", &exchange_on_device, py::arg("stream"), py::arg("control"),
+        py::arg("control_stream"), py::arg("timeout"), py::arg("all_gather"),
+        py::arg("reduce_scatter"), py::arg("all_reduce"),
+        "In place, enqueued on the stream: all_gather(address, bytes per rank), the others "
+        "(address, dtype, numel).");
   m.def("nccl_communicator", &nccl_communicator, py::arg("stream"), py::arg("control"),
         py::arg("control_stream"), py::arg("timeout"), py::arg("unique_id"), "Collective.");
   m.def("nccl_version", &nccl_version, "As NCCL writes it; an error where it is missing or old.");

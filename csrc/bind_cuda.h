@@ -3,13 +3,16 @@
 
 #include <pybind11/pybind11.h>
 
-#include "exchange_communicator.h"
+#include <memory>
+#include <vector>
+
+#include "communicator.h"
 
 namespace fsdpx {
 
-// A Python callable (send address, recv address, nbytes) as a primitive. It runs on the thread that
-// runs the stream's tasks and takes the GIL to issue.
-ByteCollectives::Call byte_collective(pybind11::function function);
+// Holds a Python object for a task. Released on any thread, which takes the GIL for it; when the
+// interpreter is ending, that would hang, and the object is left alone.
+std::shared_ptr<void> keep(pybind11::object object);
 
 // The flags of a reduction whose event has been waited for. On a GPU they come beside it: this
 // waits for the other ranks' CPUs, without the GIL.

@@ -30,6 +30,13 @@ std::string concat(const Parts&... parts) {
   (out << ... << parts);
   return out.str();
 }
+
+// An error's message without the prefix that `check` puts before it, for use in another message.
+inline std::string bare(const std::exception& error) {
+  const std::string text = error.what();
+  constexpr const char* kPrefix = "fsdpx: ";
+  return text.starts_with(kPrefix) ? text.substr(std::char_traits<char>::length(kPrefix)) : text;
+}
 }  // namespace detail
 
 // Throws `Error` with the concatenated parts when `ok` is false.

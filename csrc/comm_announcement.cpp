@@ -29,6 +29,31 @@ uint64_t check_word(const Announcement& a) {
   return hasher.value();
 }
 
+uint64_t word_of(const Moment& moment) {
+  return uint64_t(moment.step) << 32 | uint64_t(moment.forward) << 8 | uint64_t(moment.phase);
+}
+
+Moment moment_of(uint64_t word) {
+  return {static_cast<uint32_t>(word >> 32), static_cast<uint16_t>(word >> 8),
+          static_cast<Moment::Phase>(word & 3)};
+}
+
+// " in forward 2 of step 5", or nothing.
+std::string describe_moment(const Moment& m) {
+  const auto forward = detail::concat("forward ", m.forward, " of step ", m.step);
+  switch (m.phase) {
+    case Moment::kForward:
+      return " in " + forward;
+    case Moment::kBackward:
+      return detail::concat(" in backward of step ", m.step);
+    case Moment::kBetween:
+      return m.forward > 0 ? " after " + forward : detail::concat(" before step ", m.step);
+    case Moment::kNone:
+      break;
+  }
+  return "";
+}
+
 }  // namespace
 
 // FNV-1a over the bytes.
@@ -62,40 +87,54 @@ AnnouncementWords encode(const Announcement& a) {
                              uint64_t(a.place.region),
                              uint64_t(a.place.offset),
                              uint64_t(a.nbytes),
-                             uint64_t(a.num_used)};
+                             uint64_t(a.num_used),
+                             word_of(a.tag.moment)};
   char unit[kUnitWords * 8] = {};
   const size_t length = std::min(a.tag.unit.size(), sizeof(unit) - 1);
   std::memcpy(unit, a.tag.unit.data() + a.tag.unit.size() - length, length);
-  std::memcpy(words.data() + 6, unit, sizeof(unit));
+  std::memcpy(words.data() + 7, unit, sizeof(unit));
   return words;
 }
 
 Announcement decode(const AnnouncementWords& words) {
   char unit[kUnitWords * 8];
-  std::memcpy(unit, words.data() + 6, sizeof(unit));
+  std::memcpy(unit, words.data() + 7, sizeof(unit));
   unit[sizeof(unit) - 1] = 0;
   Announcement a;
   a.operation = words[1] < std::size(kOperations) ? kOperations[words[1]] : kOperations[0];
-  a.tag = {unit};
+  a.tag = {unit, moment_of(words[6])};
   a.place = {int64_t(words[2]), int64_t(words[3])};
   a.nbytes = int64_t(words[4]);
   a.num_used = int64_t(words[5]);
   return a;
 }
 
+std::string describe_briefly(const Announcement& a) {
+  return detail::concat(a.operation, " of unit '", a.tag.unit, "'", describe_moment(a.tag.moment));
+}
+
 std::string describe(const Announcement& a) {
-  return detail::concat(a.operation, " of unit '", a.tag.unit, "' (", a.nbytes, " bytes, place ",
-                        a.place.region, ":", a.place.offset,
+  return detail::concat(describe_briefly(a), " (", a.nbytes, " bytes, place ", a.place.region, ":",
+                        a.place.offset,
                         a.num_used > 0 ? detail::concat(", ", a.num_used, " parameters") : "", ")");
 }
 
 std::string desync_message(uint64_t sequence, int rank, const Announcement& mine, int peer,
-                           const Announcement& theirs) {
-  const std::string first = describe(mine), second = describe(theirs);
+                           const Announcement& theirs, const Announcement& last) {
+  Announcement at_the_same_time = theirs;
+  at_the_same_time.tag.moment = mine.tag.moment;
+  const bool same = describe(mine) == describe(at_the_same_time);
   return detail::concat("fsdpx: collective ", sequence, " differs between ranks: rank ", rank,
-                        " does ", first, ", rank ", peer, " does ", second,
-                        first == second ? ", with other dtypes or segment sizes" : "",
-                        ". All ranks must run the same units in the same order.");
+                        " does ", describe(mine), ", rank ", peer, " does ", describe(theirs),
+                        same ? ", with other dtypes or segment sizes" : "", ".", last_alike(last),
+                        " All ranks must run the same units in the same order: look for a branch, "
+                        "a loop or a caught exception that depends on the rank.",
+                        kWayOn);
+}
+
+std::string last_alike(const Announcement& last) {
+  if (*last.operation == 0) return "";
+  return detail::concat(" The last that all did alike was ", describe_briefly(last), ".");
 }
 
 }  // namespace fsdpx

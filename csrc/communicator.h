@@ -3,6 +3,7 @@
 // calls in the same order, and each call first checks that they do (see Tag).
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -19,10 +20,19 @@
 
 namespace fsdpx {
 
+// When in its program a rank issues a collective: for messages, ranks need not agree on it.
+struct Moment {
+  enum Phase : uint8_t { kNone = 0, kForward = 1, kBackward = 2, kBetween = 3 };
+  uint32_t step = 0;     // from 1; a step ends with its backward
+  uint16_t forward = 0;  // how many forwards of this step have begun
+  Phase phase = kNone;
+};
+
 // What all ranks must agree on before data moves. A difference raises DesyncError on every rank,
 // naming both sides.
 struct Tag {
   std::string unit;  // name of the unit, for messages too
+  Moment moment = {};
 };
 
 // Memory that peers may write (all-gather destinations): `offset` bytes into region `region`, alike
@@ -117,6 +127,14 @@ class Communicator {
   // everything. Never waits.
   virtual void close() = 0;
 
+  // What the program does now; issued collectives carry it in their tags.
+  Moment moment() const { return moment_.load(std::memory_order_relaxed); }
+  void set_moment(Moment moment) { moment_.store(moment, std::memory_order_relaxed); }
+
+  // Leaves word for peers that will wait for this rank: that it raised, say. It holds until the
+  // next collective, and runs in the order of those.
+  virtual void leave_word(const std::string& /*text*/) {}
+
   // The event of the latest collective issued on a stream, kept by comm_queue.h; null before the
   // first.
   std::shared_ptr<Event> last_issued() {
@@ -129,6 +147,7 @@ class Communicator {
   }
 
  private:
+  std::atomic<Moment> moment_ = Moment{};
   std::mutex issue_mutex_;
   std::shared_ptr<Event> last_issued_;
 };

@@ -41,14 +41,17 @@ void ExchangeCommunicator::collective(const Announcement& announcement, Body bod
     try {
       compare(announcement);
       body();
+      previous_ = announcement;
     } catch (const DesyncError&) {
       throw;
     } catch (const CommTimeout& error) {
-      throw CommTimeout(detail::concat("fsdpx: rank ", rank_, " in collective ", sequence_, ", ",
-                                       describe(announcement), ": ", error.what()));
+      throw CommTimeout(explain(announcement, error));
+    } catch (const PeerFailure& error) {
+      throw DesyncError(explain(announcement, error));
     } catch (const std::exception& error) {
       throw std::runtime_error(detail::concat("fsdpx: rank ", rank_, " in collective ", sequence_,
-                                              ", ", describe(announcement), ": ", error.what()));
+                                              ", ", describe(announcement), ": ",
+                                              detail::bare(error)));
     }
   } catch (...) {
     broken_ = std::current_exception();
@@ -56,15 +59,31 @@ void ExchangeCommunicator::collective(const Announcement& announcement, Body bod
   }
 }
 
+std::string ExchangeCommunicator::explain(const Announcement& announcement,
+                                          const std::exception& error) {
+  calls_.tell(sequence_,
+              detail::concat("waits in ", sequence_, " (", describe_briefly(announcement), ")"));
+  return detail::concat("fsdpx: rank ", rank_, " in collective ", sequence_, ", ",
+                        describe(announcement), ": ", error.what(), ". ", calls_.ask(sequence_),
+                        last_alike(previous_), kWayOn);
+}
+
+void ExchangeCommunicator::leave_word(const std::string& text) {
+  std::lock_guard lock(mutex_);
+  if (broken_ || closed_.load(std::memory_order_relaxed)) return;
+  const std::string last =
+      sequence_ == 0 ? "" : detail::concat(" (", describe_briefly(previous_), ")");
+  calls_.tell(sequence_, detail::concat("has finished ", sequence_, last, " and then ", text));
+}
+
 void ExchangeCommunicator::compare(const Announcement& announcement) {
   const AnnouncementWords mine = encode(announcement);
   std::vector<AnnouncementWords> all(size_);
   calls_.all_gather(mine.data(), all.data(), sizeof(mine));
   for (int peer = 0; peer < size_; ++peer)
-    check<DesyncError>(all[peer][0] == mine[0], all[peer][0] == mine[0]
-                                                    ? std::string()
-                                                    : desync_message(sequence_, rank_, announcement,
-                                                                     peer, decode(all[peer])));
+    if (all[peer][0] != mine[0])
+      throw DesyncError(
+          desync_message(sequence_, rank_, announcement, peer, decode(all[peer]), previous_));
 }
 
 int64_t ExchangeCommunicator::allocate(int64_t nbytes) {

@@ -17,12 +17,20 @@
 
 namespace fsdpx {
 
-// Each takes `nbytes` per rank. `send` may lie within `recv`, at this rank's place, in all_gather.
-// They block, and throw on failure.
+// A collective of the process group failed: some rank may have left.
+struct PeerFailure : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// The collectives take `nbytes` per rank. `send` may lie within `recv`, at this rank's place, in
+// all_gather. They block, and throw PeerFailure or CommTimeout. The others use a channel beside the
+// collectives that works when those have failed.
 struct ByteCollectives {
   using Call = std::function<void(const void* send, void* recv, int64_t nbytes)>;
   Call all_gather;  // recv: every rank's nbytes, in rank order
   Call all_to_all;  // send: nbytes for every rank; recv: nbytes from every rank
+  std::function<void(uint64_t sequence, const std::string& text)> tell;  // where this rank is
+  std::function<std::string(uint64_t sequence)> ask;  // where the others are; waits a little
 };
 
 class ExchangeCommunicator final : public Communicator {
@@ -43,6 +51,7 @@ class ExchangeCommunicator final : public Communicator {
   void barrier(const Tag& tag) override;
   void agree(const Announcement& announcement, std::vector<uint8_t>& flags) override;
 
+  void leave_word(const std::string& text) override;
   void close() override;
 
  private:
@@ -66,6 +75,7 @@ class ExchangeCommunicator final : public Communicator {
   template <typename Body>
   void collective(const Announcement& announcement, Body body);
   void compare(const Announcement& announcement);
+  std::string explain(const Announcement& announcement, const std::exception& error);
   Region find_region(int64_t number);
   void gather_segment(const GatherSegment& segment, char* place);
   void merge_flags(std::vector<uint8_t>& flags);
@@ -78,6 +88,7 @@ class ExchangeCommunicator final : public Communicator {
   const ByteCollectives calls_;
   std::mutex mutex_;  // one collective at a time
   uint64_t sequence_ = 0;
+  Announcement previous_;
   std::exception_ptr broken_;
   std::atomic<bool> closed_{false};
   Buffer send_, receive_;

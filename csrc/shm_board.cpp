@@ -8,6 +8,7 @@
 #include <climits>
 #include <cstring>
 #include <ctime>
+#include <utility>
 
 #include "check.h"
 
@@ -68,7 +69,7 @@ void Board::begin(const Announcement& announcement) {
 }
 
 void Board::announce(const Announcement& announcement) {
-  current_ = announcement;
+  previous_ = std::exchange(current_, announcement);
   current_words_ = encode(announcement);
   ++sequence_;
   auto& slot = block(rank_).slots[sequence_ & 1];
@@ -89,7 +90,8 @@ void Board::meet() {
   for (int peer = 0; peer < size(); ++peer) {
     const AnnouncementWords theirs = read(peer, sequence_);
     if (theirs[0] != current_words_[0])
-      fail(BoardState::kDesync, desync_message(sequence_, rank_, current_, peer, decode(theirs)));
+      fail(BoardState::kDesync,
+           desync_message(sequence_, rank_, current_, peer, decode(theirs), previous_));
   }
 }
 
@@ -119,8 +121,10 @@ void Board::wait(int peer, Epoch ControlBlock::* epoch, Deadline deadline, const
     if (left <= left.zero()) {
       fail(BoardState::kTimeout,
            detail::concat("fsdpx: rank ", rank_, " waited ", timeout_, " s for rank ", peer, " to ",
-                          phase, " in collective ", sequence_, ", ", describe(current_), ". ",
-                          whereabouts()));
+                          phase, " in collective ", sequence_, ", ", describe(current_), ".",
+                          farewell(),
+                          " If that rank is only slow, raise the time limit of the process "
+                          "group."));
     }
     futex_wait(word, seen, std::min<std::chrono::nanoseconds>(left, kSlice));
   }
@@ -146,14 +150,15 @@ void Board::check_states(int peer, Epoch ControlBlock::* epoch) {
   // It may have finished this collective before it left.
   if (reached(block(peer).*epoch, sequence_)) return;
   if (state == BoardState::kLeft) {
-    fail(BoardState::kFailed,
+    fail(BoardState::kDesync,
          detail::concat("fsdpx: rank ", peer, " has left; rank ", rank_, " waits for it in ",
-                        describe(current_), ", collective ", sequence_));
+                        describe(current_), ", collective ", sequence_, ".", farewell()));
   }
   if (!exchange_->alive(peer) && !reached(block(peer).*epoch, sequence_)) {
-    fail(BoardState::kFailed,
+    fail(BoardState::kDesync,
          detail::concat("fsdpx: the process of rank ", peer, " has ended; rank ", rank_,
-                        " waits for it in ", describe(current_), ", collective ", sequence_));
+                        " waits for it in ", describe(current_), ", collective ", sequence_, ".",
+                        farewell()));
   }
 }
 
@@ -166,10 +171,38 @@ std::string Board::whereabouts() const {
     const bool arrived = reached(b.arrived, ready);
     const Announcement a = decode(read(rank, ready));
     text += detail::concat(rank == 0 ? " " : "; ", rank, idle ? " has finished " : " is in ", ready,
-                           " (", a.operation, " of '", a.tag.unit, "'",
-                           !idle && arrived ? ", its part sent" : "", ")");
+                           " (", describe_briefly(a), !idle && arrived ? ", its part sent" : "",
+                           ")", note_of(rank, ready));
   }
   return text + ".";
+}
+
+std::string Board::farewell() const {
+  return detail::concat(" ", whereabouts(), last_alike(previous_), kWayOn);
+}
+
+void Board::leave_note(const std::string& text) noexcept {
+  ControlBlock& own = block(rank_);
+  char chars[kNoteWords * 8] = {};
+  std::memcpy(chars, text.data(), std::min(text.size(), sizeof(chars) - 1));
+  for (int i = 0; i < kNoteWords; ++i) {
+    uint64_t word;
+    std::memcpy(&word, chars + 8 * i, 8);
+    own.note[i].store(word, std::memory_order_relaxed);
+  }
+  own.noted_at.store(sequence_, std::memory_order_release);
+}
+
+std::string Board::note_of(int rank, uint32_t sequence) const {
+  const ControlBlock& b = block(rank);
+  if (b.noted_at.load(std::memory_order_acquire) != sequence) return "";
+  char chars[kNoteWords * 8];
+  for (int i = 0; i < kNoteWords; ++i) {
+    const uint64_t word = b.note[i].load(std::memory_order_relaxed);
+    std::memcpy(chars + 8 * i, &word, 8);
+  }
+  chars[sizeof(chars) - 1] = 0;
+  return *chars == 0 ? "" : detail::concat(" and then ", static_cast<const char*>(chars));
 }
 
 void Board::wake_all() const noexcept {

@@ -26,6 +26,7 @@ using Epoch = std::atomic<uint32_t>;
 enum class BoardState : uint32_t { kRunning = 0, kLeft, kDesync, kTimeout, kFailed };
 
 constexpr int kMessageChars = 3072;
+constexpr int kNoteWords = 32;
 
 struct ControlBlock {
   alignas(64) Epoch
@@ -36,6 +37,8 @@ struct ControlBlock {
   char message[kMessageChars];
   std::atomic<uint64_t> slots[2][kAnnouncementWords];  // by the parity of the sequence number:
                                                        // nobody is two collectives ahead
+  std::atomic<uint64_t> note[kNoteWords];              // text; only of this collective:
+  std::atomic<uint32_t> noted_at;
 };
 
 class Board {
@@ -50,6 +53,9 @@ class Board {
   void meet();    // the second half of begin()
   void arrive();  // and waits for all others to arrive
   void end();
+
+  // Leaves a note that peers read who wait for this rank in vain.
+  void leave_note(const std::string& text) noexcept;
 
   // Tells all ranks that this one can't go on, and throws.
   [[noreturn]] void fail(BoardState state, const std::string& message);
@@ -69,14 +75,16 @@ class Board {
   void check_states(int peer, Epoch ControlBlock::* epoch);
   void wake_all() const noexcept;
   AnnouncementWords read(int rank, uint32_t sequence) const;
+  std::string note_of(int rank, uint32_t sequence) const;
   std::string whereabouts() const;
+  std::string farewell() const;  // how a message about a rank that is gone or late ends
 
   const int rank_;
   double timeout_;
   std::vector<std::shared_ptr<Mapping>> mappings_;
   std::vector<ControlBlock*> blocks_;
   std::shared_ptr<Exchange> exchange_;
-  Announcement current_;
+  Announcement current_, previous_;
   AnnouncementWords current_words_ = {};
   uint32_t sequence_ = 0;
   std::atomic<bool> closed_{false};  // by close(), possibly on another thread

@@ -120,7 +120,7 @@ void ShmCommunicator::collective(Body body) {
   } catch (const std::exception& error) {
     // Without effect if the failure is known already.
     board_->post_failure(BoardState::kFailed,
-                         detail::concat("fsdpx: rank ", rank_, " failed: ", error.what()));
+                         detail::concat("fsdpx: rank ", rank_, " failed: ", detail::bare(error)));
     throw;
   }
 }

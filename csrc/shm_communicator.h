@@ -59,6 +59,7 @@ class ShmCommunicator final : public Communicator {
   void barrier(const Tag& tag) override;
   void agree(const Announcement& announcement, std::vector<uint8_t>& flags) override;
 
+  void leave_word(const std::string& text) override { board_->leave_note(text); }
   void close() override;
 
  private:

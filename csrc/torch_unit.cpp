@@ -165,7 +165,7 @@ Reduction Unit::reduce(Stream& stream, std::shared_ptr<Communicator> communicato
                        std::vector<uint8_t> used) {
   auto op = std::make_shared<ReduceOp>();
   auto keep_alive = std::make_shared<std::vector<at::Tensor>>();
-  op->tag = {storage_.unit_name()};
+  op->tag = {storage_.unit_name(), communicator->moment()};
   op->used = std::move(used);
   for (const SegmentTarget& target : targets) {
     const SegmentLayout& segment = segments_.at(target.segment);

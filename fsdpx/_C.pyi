@@ -160,6 +160,8 @@ class Communicator:
         recorder: Recorder | None = None,
         keep_alive: object = None,
     ) -> Event: ...
+    def set_moment(self, step: int, forward: int, phase: int) -> None: ...
+    def leave_word(self, stream: Stream, text: str) -> None: ...
     def barrier(self, stream: Stream, name: str) -> Event: ...
     def poison(self, data: int, nbytes: int) -> None: ...
     def close(self) -> None: ...
@@ -184,6 +186,8 @@ def exchange_communicator(
     size: int,
     all_gather: Callable[[int, int, int], object],
     all_to_all: Callable[[int, int, int], object],
+    tell: Callable[[int, str], object],
+    ask: Callable[[int], str],
 ) -> Communicator: ...
 
 # ---- On GPUs
@@ -198,8 +202,9 @@ def exchange_on_device(
     control: Communicator,
     control_stream: Stream,
     timeout: float,
-    all_gather: Callable[[int, int, int], object],
-    all_to_all: Callable[[int, int, int], object],
+    all_gather: Callable[[int, int], object],
+    reduce_scatter: Callable[[int, int, int], object],
+    all_reduce: Callable[[int, int, int], object],
 ) -> Communicator: ...
 def nccl_communicator(
     stream: Stream,

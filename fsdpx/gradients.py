@@ -172,6 +172,7 @@ class Gradients:
                 if self.unit.all_reduce_hook is not None:
                     self.unit.all_reduce_hook(flat)
                 self.buffers[number].flat.add_(flat)
+        self.unit.comm.in_flight.prune()  # full gradients go now, not at the next collective
         if self.partial:  # the other replicas have not heard of it yet
             self.partial_used = used
             return False, False

@@ -26,8 +26,10 @@ def run_forward(
 ) -> Any:
     """Calls a module's forward with its unit gathered, inputs and outputs cast by the policy."""
     schedule = unit.listener or make_schedule(module)
-    if schedule.is_idle and settle_changes(schedule.units) and unit is schedule.units[0]:
-        schedule = make_schedule(module)
+    if schedule.is_idle:
+        regrown = settle_changes(schedule.units) and unit is schedule.units[0]
+        if regrown or not schedule.is_connected:
+            schedule = make_schedule(module)
     schedule.begin_forward(unit)
     ok = False
     try:
@@ -66,6 +68,7 @@ def make_schedule(root: nn.Module) -> Schedule:
         old.close()
     for unit, name in names.items():
         unit.rename(name or unit.class_name)
+        unit.forget_closed()
     return Schedule(list(names), levels)
 
 
@@ -81,6 +84,17 @@ def schedule_of(module: nn.Module, unit: Unit) -> Schedule:
     """The schedule of a unit, made now if the model was never called."""
     schedule: Schedule = unit.listener or make_schedule(module)
     return schedule
+
+
+def make_schedules(module: nn.Module) -> dict[Unit, Schedule]:
+    """The schedules of all units of a model, made now for those that were never called."""
+    found = {}
+    for outer in module.modules():
+        unit = unit_of(outer)
+        if unit is not None:
+            schedule_of(outer, unit)
+            found[unit] = unit.listener
+    return found
 
 
 def all_schedules(module: nn.Module) -> list[Schedule]:

@@ -93,6 +93,10 @@ class Ledger:
     def give(self, offset: int) -> None:
         del self._taken[offset]
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._taken
+
 
 _STEP = 128  # units are multiples of it
 
@@ -163,6 +167,10 @@ class Arena:
         """What comes to `place` has followed the marks there, or will."""
         self._freed = [f for f in self._freed if f.offset < place.offset or f.end > place.end]
 
+    @property
+    def is_borrowed(self) -> bool:
+        return not self._ledger.is_empty
+
 
 class Overflow:
     """Whole regions for units that find no place in their arena: nested uses of one level,
@@ -211,6 +219,11 @@ class Memory:
         """Bytes of all arenas and overflow regions on this rank."""
         arenas = sum(arena.num_bytes for arena in self._arenas.values())
         return arenas + sum(region.num_bytes for region in self._overflow.regions())
+
+    @property
+    def is_borrowed(self) -> bool:
+        """Whether any unit is in an arena."""
+        return any(arena.is_borrowed for arena in self._arenas.values())
 
     @property
     def arena_num_bytes(self) -> dict[int, int]:

@@ -6,12 +6,14 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
+from .copies import copy_sharded
 from .hooks import all_schedules, run_forward, schedule_of
+from .parameter import keep_attributes
 from .unit import Unit, unit_of, units
 
 
@@ -39,10 +41,18 @@ class FSDPModule:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        _refuse_copy(self, "copied: copy.deepcopy the model before fully_shard")
+        return copy_sharded(cast(nn.Module, self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _refuse_copy(self, "pickled: save model.state_dict() instead")
+        raise RuntimeError(
+            f"fsdpx: the sharded module {type(self).__name__} cannot be pickled: save "
+            "model.state_dict() instead"
+        )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Behind `to()`, `half()`, `to_empty()`: parameters keep what the user hung on them."""
+        with keep_attributes(list(cast(nn.Module, self).parameters())):
+            return super()._apply(fn, recurse)  # type: ignore[misc]
 
     def _units(self, recurse: bool) -> list[Unit]:
         module = cast(nn.Module, self)
@@ -160,6 +170,10 @@ class FSDPModule:
         for unit in self._units(recurse=False):
             unit.gradient_divisor = factor
 
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The earlier name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
     # ---- Accepted: needless here
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
@@ -184,10 +198,13 @@ class FSDPModule:
     def set_post_optim_event(self, event: Any) -> None:
         """Accepted; on CPU an optimizer step has ended when it returns."""
 
-    # ---- Refused
-
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Accepted; parameters that backward does not read are not gathered in it."""
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accepted; gathers run beside the computation, always."""
+
+    # ---- Refused
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Not supported: communicators are chosen by `fully_shard(comm=...)`."""
@@ -200,10 +217,6 @@ class FSDPModule:
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Not supported on CPU."""
         _refuse("set_symm_mem_for_comm", "fully_shard(comm='shm')")
-
-
-def _refuse_copy(module: Any, what: str) -> NoReturn:
-    raise RuntimeError(f"fsdpx: the sharded module {type(module).__name__} cannot be {what}")
 
 
 def _refuse(method: str, instead: str) -> None:
@@ -248,6 +261,19 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return run_forward(unit, self, method, args, kwargs)
 
     setattr(module, method_name, types.MethodType(wrapped, module))
+
+
+def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
+    """Needless: root modules on the same process group share their communicator and its stream.
+
+    Raises:
+        ValueError: If a module is not sharded.
+    """
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(
+                f"share_comm_ctx: {type(module).__name__} is not sharded: call fully_shard on it"
+            )
 
 
 @contextlib.contextmanager

@@ -20,18 +20,27 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from . import _C
 from .gradients import Gradients
 from .order import Order
+from .progress import Progress
 from .residency import Residency
 from .torch_private import NO_BACKWARD, current_backward
 from .unit import Phase, Storage, Unit
 
 _MAX_REDUCTIONS = 2  # in flight: one that runs, and one to follow it
+
+
+class AroundForwards(NamedTuple):
+    """What a context in which parameters are not as usual does for outermost forwards inside."""
+
+    before: Callable[[Unit], None]
+    after: Callable[[], None]
 
 
 class Schedule:
@@ -45,11 +54,14 @@ class Schedule:
     def __init__(self, units: Sequence[Unit], levels: dict[Unit, int]) -> None:
         self.units = list(units)
         self.levels = levels
+        self.around_forwards: list[AroundForwards] = []
         earlier: dict[Unit, Gradients] = {}
         for schedule in {unit.listener for unit in units} - {None}:
             earlier |= schedule.gradients
+            self.around_forwards += schedule.around_forwards
         self.gradients = {unit: earlier.get(unit) or Gradients(unit) for unit in units}
         self.residency = Residency(units, levels)
+        self._progress = Progress(units)
         self._forward, self._backward = Order(), Order()
         self._forward_now: list[Unit] = []  # what the running forwards came to so far
         self._ended: list[Unit] = []  # the same units in the order in which their forwards ended
@@ -74,6 +86,11 @@ class Schedule:
     def is_idle(self) -> bool:
         return not self._depth and not self._tasks
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether the communicators are open: a reset of another model may have closed them."""
+        return not any(comm.closed for comm in self._progress.communicators)
+
     # ---- Forward
 
     def begin_forward(self, unit: Unit) -> None:
@@ -83,6 +100,9 @@ class Schedule:
             self._begin_backward()
         elif self._depth == 0:
             self._check_unbroken()
+            for around in self.around_forwards:
+                around.before(unit)
+            self._progress.begin_forward()
             self._forward.follow(self._forward.known)
             self._forward_now, self._ended = [], []
             self.residency.free_stale()
@@ -123,7 +143,8 @@ class Schedule:
         if chosen is None:
             chosen = order.next(unit.options.prefetch)
         for following in chosen:
-            if following.storage is Storage.SHARDED and not following.pins:
+            mine = following.listener is self  # a child may be called by itself
+            if mine and following.storage is Storage.SHARDED and not following.pins:
                 self.residency.gather(following)
 
     def end_forward(self, unit: Unit, ok: bool) -> None:
@@ -148,8 +169,10 @@ class Schedule:
         finally:
             if unit.pins == 0 and not recompute:
                 self._after_forward(unit)
-            if self._depth == 0 and not recompute:
-                self._end_forwards(ok)
+            if not recompute:
+                self._progress.end_forward(unit, ok=ok, outermost=self._depth == 0)
+                if self._depth == 0:
+                    self._end_forwards(ok)
 
     def _after_forward(self, unit: Unit) -> None:
         if unit.num_calls % len(unit.modules):
@@ -161,14 +184,16 @@ class Schedule:
 
     def _end_forwards(self, ok: bool) -> None:
         """The outermost forward has ended: units gathered on a wrong guess are freed."""
+        for around in self.around_forwards:
+            around.after()
         self.residency.free_others(keep=self.residency.is_kept)
         for unit in self.units:
             unit.num_calls = 0
         if ok:
             first = not self._forward.known
             self._forward.follow(self._forward_now)
-            if first:
-                self.residency.size_arenas(self._forward_now)
+            if first or not self.residency.fits:
+                self.residency.size_arenas(self._forward_now if first else self.units)
         else:
             self._participants.clear()
             self._broken |= self._has_pending()
@@ -291,6 +316,7 @@ class Schedule:
             self._reduced_any = False
             self._accumulates = False
             self._continues = self._has_pending()
+            self._progress.begin_backward()
         self._accumulates |= any(unit.native.num_expected() for unit in self.units)
         self._tasks.add(task)
         _C.at_backward_end(functools.partial(self._end_backward, task))
@@ -316,6 +342,7 @@ class Schedule:
                 self._record(unit, "backward")
                 if unit.phase is Phase.BACKWARD:
                     unit.to_phase(Phase.IDLE)
+            self._progress.end_backward(ok=settled)
             self.residency.free_others(keep=lambda unit: unit.zero.keeps_after_backward)
 
     def _settle(self) -> None:
@@ -360,7 +387,7 @@ class Schedule:
 
     def reset(self) -> None:
         """Forgets a step that was left in the middle; gradients that are not in `.grad` yet are
-        dropped.
+        dropped. The next use connects the ranks anew: they may have left it at different places.
         """
         self._depth = 0
         self._tasks.clear()
@@ -373,7 +400,11 @@ class Schedule:
             unit.native.swap_out()
             unit.native.forget_backward()
             self.residency.free(unit)
+            unit.listener = None
         self.forget_gradients(self.units)
+        self.close()
+        for comm in self._progress.communicators:
+            comm.close(seconds=0.5)
 
     def forget_gradients(self, units: Iterable[Unit]) -> None:
         """Drops gradients that `.grad` does not show yet."""

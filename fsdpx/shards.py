@@ -20,7 +20,7 @@ class Managed:
 
     Attributes:
         name: As seen from the unit's module.
-        original: The parameter before sharding; None once it is sharded.
+        original: The parameter before sharding, or a sharded one to copy; None once it is sharded.
         owners: Every (module, attribute) that holds it.
         sharded: What `module.parameters()` yields; the same object as the original.
         traits: What the original was besides its value.
@@ -30,13 +30,22 @@ class Managed:
     """
 
     name: str
-    original: nn.Parameter | None
+    original: nn.Parameter | ShardedTensor | None
     owners: list[tuple[nn.Module, str]]
     sharded: ShardedTensor = field(init=False)
     traits: Traits = field(init=False)
     leaf: nn.Parameter = field(init=False)
     watched: bool = False
     whole: bool = False
+
+    def twin(self) -> Managed:
+        """A copy of the parameter for a copy of its unit, not yet sharded and without owners."""
+        source = self.sharded
+        original = ShardedTensor(source.to_local(), source._spec, source.requires_grad)
+        original._is_param = True
+        made = Managed(self.name, original, [], whole=self.whole)
+        made.traits = self.traits
+        return made
 
 
 class Shards:
@@ -63,8 +72,13 @@ class Shards:
         self._pieces = [managed.sharded.to_local() for managed in parameters]
 
     def _device_of_originals(self) -> torch.device:
-        devices = {original_of(managed).device.type for managed in self._parameters}
-        return torch.device("meta") if devices == {"meta"} else self._device
+        on_meta = [managed.name for managed in self._parameters if original_of(managed).is_meta]
+        if on_meta and len(on_meta) < len(self._parameters):
+            raise ValueError(
+                f"fully_shard: parameter '{on_meta[0]}' is on the meta device, though others of "
+                "its unit are not: initialise it first, or the whole unit after sharding"
+            )
+        return torch.device("meta") if on_meta else self._device
 
     def _make_flat(self, device: torch.device) -> list[torch.Tensor]:
         """One zeroed flat shard per segment."""
@@ -76,22 +90,28 @@ class Shards:
 
     def _take_originals(self) -> None:
         """Keeps this rank's piece of every parameter and lets the originals go."""
-        rank, group = self._group.rank, self._group.process_group
         with torch.no_grad():
             for index, managed in enumerate(self._parameters):
-                original = original_of(managed)
-                ranges = self._layout.ranges(index)
-                begin, end = ranges[rank]
-                piece = self._piece(index)
-                if original.device.type != "meta":
-                    piece.copy_(original.detach().reshape(-1)[begin:end])
-                shape = tuple(original.shape)
-                spec = Spec(managed.name, shape, ranges, rank, group, managed.whole)
-                made = ShardedTensor(piece, spec, original.requires_grad)
-                made._is_param = True
-                managed.traits = traits_of(original)
-                managed.sharded = take_over(original, made)
+                original, piece = original_of(managed), self._piece(index)
+                if isinstance(original, ShardedTensor):
+                    piece.copy_(original.to_local())
+                    original._local, managed.sharded = piece, original
+                else:
+                    self._take(index, original, piece)
                 managed.original = None
+
+    def _take(self, index: int, original: nn.Parameter, piece: torch.Tensor) -> None:
+        managed, rank = self._parameters[index], self._group.rank
+        ranges = self._layout.ranges(index)
+        begin, end = ranges[rank]
+        if original.device.type != "meta":
+            piece.copy_(original.detach().reshape(-1)[begin:end])
+        shape, group = tuple(original.shape), self._group.process_group
+        spec = Spec(managed.name, shape, ranges, rank, group, managed.whole)
+        made = ShardedTensor(piece, spec, original.requires_grad)
+        made._is_param = True
+        managed.traits = traits_of(original)
+        managed.sharded = take_over(original, made)
 
     def _piece(self, index: int) -> torch.Tensor:
         """This rank's piece of parameter `index`: a view of its segment's shard."""
@@ -128,8 +148,7 @@ class Shards:
             self.flat = self._make_flat(self._device)
             for index, managed in enumerate(self._parameters):
                 piece = self._piece(index)
-                if managed.sharded.to_local().device.type != "meta":
-                    piece.copy_(managed.sharded.to_local())
+                piece.copy_(managed.sharded.to_local())
                 managed.sharded._local = piece
         self._pieces = [managed.sharded.to_local() for managed in self._parameters]
         return True
@@ -144,14 +163,28 @@ class Shards:
                 f"{expected} to {local.dtype} after fully_shard: convert the model before "
                 "wrapping it, or use MixedPrecisionPolicy(param_dtype=...)"
             )
-        if local.device.type not in (self._device.type, "meta"):
+        if local.is_meta:
+            raise RuntimeError(
+                f"fsdpx: parameter '{managed.name}' of unit '{unit}' is on the meta device: call "
+                "model.to_empty(device=...) and initialise all parameters of the unit"
+            )
+        if local.device.type != self._device.type:
             raise RuntimeError(
                 f"fsdpx: parameter '{managed.name}' of unit '{unit}' was moved to "
                 f"{local.device} after fully_shard; the unit's mesh is on {self._device}"
             )
 
 
-def original_of(managed: Managed) -> nn.Parameter:
+def original_of(managed: Managed) -> nn.Parameter | ShardedTensor:
     """The parameter before sharding."""
     assert managed.original is not None
     return managed.original
+
+
+def take_edits(full: torch.Tensor, sharded: ShardedTensor) -> None:
+    """Writes this rank's piece of a whole value to the sharded one, where they differ."""
+    piece, local = sharded._spec.piece(full.detach()), sharded.to_local()
+    # Only what was edited: the rest would lose what the dtype of `full` cannot hold.
+    edited = piece != local.to(piece.dtype)
+    if edited.any():
+        local[edited] = piece[edited].to(local.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import os
 import time
@@ -20,7 +21,7 @@ from .layout import Granularity, ParameterInfo, UnitLayout, plan_unit
 from .memory import Place
 from .mesh import ShardGroup
 from .policies import MixedPrecisionPolicy
-from .shards import Managed, Shards, original_of
+from .shards import Managed, Shards, original_of, take_edits
 from .zero import ZeroPolicy
 
 # Freed parameters become NaN: whoever still reads them is found out.
@@ -69,7 +70,7 @@ class UnitOptions:
     mp_policy: MixedPrecisionPolicy
     reshard_after_forward: bool | None
     prefetch: int
-    granularity: Granularity | Callable[[str, nn.Parameter], Granularity]
+    granularity: Granularity | Callable[[str, Any], Granularity]
     zero_stage: int = 3
 
 
@@ -95,6 +96,7 @@ class Unit:
         group: ShardGroup,
         options: UnitOptions,
         device: torch.device,
+        layout: UnitLayout | None = None,
     ) -> None:
         self.modules = tuple(modules)
         self.name = self.class_name = type(modules[0]).__name__
@@ -111,7 +113,7 @@ class Unit:
         self.kept_by_user = False  # unshard() without reshard() or a forward since
         self.held = False  # inside full_parameters(): forwards leave it gathered too
         self.trainable: list[bool] = [bool(original_of(m).requires_grad) for m in parameters]
-        self.layout = self._plan(self.trainable)
+        self.layout = layout or self._plan(self.trainable)
         self.gathered_bytes = self.layout.gathered_bytes
         self.shards = Shards(parameters, self.layout, group, device)
         self.native = self._make_native()
@@ -206,6 +208,17 @@ class Unit:
         self.native.set_names(name, ranges)
         self._plan_gather = None
 
+    def twin(self) -> Unit:
+        """A unit with copies of the shards; `copies.py` gives it modules of its own."""
+        parameters = [managed.twin() for managed in self.parameters]
+        options = (self.group, self.options, self.device, self.layout)
+        made = Unit(self.modules, parameters, *options)
+        made.rename(self.name)
+        made.zero = copy.copy(self.zero)
+        made.gradient_divisor = self.gradient_divisor
+        made.ignored = dict(self.ignored)
+        return made
+
     # ---- Properties
 
     @property
@@ -232,6 +245,13 @@ class Unit:
                 beside=self.comm,
             )
         return self._replicate_comm
+
+    def forget_closed(self) -> None:
+        """Lets the next use make communicators anew in place of closed ones."""
+        if self._comm is not None and self._comm.closed:
+            self._comm = None
+        if self._replicate_comm is not None and self._replicate_comm.closed:
+            self._replicate_comm = None
 
     @property
     def wire_bytes(self) -> int:
@@ -395,19 +415,15 @@ class Unit:
 
     def write_back(self) -> None:
         """Takes this rank's piece of every full parameter over into the shard, where it differs."""
-        if self.storage is not Storage.GATHERED or self.native.version() == self._version:
+        if self.storage is not Storage.GATHERED:
             return
-        if self.is_stale:
-            self.check_unedited()  # both were edited: raises
+        if self.is_stale:  # what differs was edited in the shard
+            self.check_unedited()
+            return
         with torch.no_grad():
             for managed in self.parameters:
-                spec = managed.sharded._spec
-                full = managed.leaf.detach().reshape(-1)[spec.begin : spec.end]
-                piece = managed.sharded.to_local()
-                # Only what was edited: the rest would lose what the compute dtype cannot hold.
-                edited = full != piece.to(full.dtype)
-                if edited.any():
-                    piece[edited] = full[edited].to(piece.dtype)
+                # Values are compared: edits through `.data` move no version.
+                take_edits(managed.leaf, managed.sharded)
 
     def check_unchanged(self) -> None:
         """Raises if the shards were changed since they were last gathered: a backward that reads

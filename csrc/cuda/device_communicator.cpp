@@ -104,8 +104,9 @@ std::vector<char> DeviceCommunicator::exchange(const void* mine, int64_t nbytes)
   std::vector<char> all(nbytes * size());
   const auto task = [&, control = surroundings_.control] {
     const int64_t region = control->allocate(nbytes * size());
-    control->all_gather(
-        {{"exchange"}, {region, 0}, {{mine, DType::kBits8, nbytes, 0, DType::kBits8}}});
+    const GatherOp op{
+        {"exchange", {}}, {region, 0}, {{mine, DType::kBits8, nbytes, 0, DType::kBits8}}};
+    control->all_gather(op);
     std::memcpy(all.data(), control->region_data(region), all.size());
     control->release(region);
   };
@@ -244,7 +245,14 @@ void DeviceCommunicator::cast_own(const GatherOp& op, const Region& region) {
   }
 }
 
-void DeviceCommunicator::gather(const GatherOp& op, const Region& region) { cast_own(op, region); }
+void DeviceCommunicator::gather(const GatherOp& op, const Region& region) {
+  cast_own(op, region);
+  begin_group();
+  for (const GatherSegment& s : op.segments)
+    all_gather_in_place(region.data + op.place.offset + s.dst_offset,
+                        s.numel * itemsize(s.dst_dtype));
+  end_group();
+}
 
 void DeviceCommunicator::pack_gradients(std::span<const ConstSpan> srcs, DType from, void* flat,
                                         DType to, int64_t flat_numel, bool accumulate) {
@@ -272,9 +280,15 @@ void DeviceCommunicator::reduce_scatter(ReduceOp& op) {
 
 void DeviceCommunicator::sum_into_shards(const ReduceOp& op, const SendLayout& layout,
                                          const Region& send) {
+  begin_group();
+  for (size_t i = 0; i < op.segments.size(); ++i)
+    reduce_scatter_in_place(send.data + layout.offsets[i], op.segments[i].wire_dtype,
+                            op.segments[i].numel);
+  end_group();
   for (size_t i = 0; i < op.segments.size(); ++i) {
     const ReduceSegment& s = op.segments[i];
-    const Piece piece{send.data + layout.offsets[i], s.shard, s.numel};
+    const int64_t own = layout.offsets[i] + rank() * s.numel * itemsize(s.wire_dtype);
+    const Piece piece{send.data + own, s.shard, s.numel};
     convert({&piece, 1}, s.wire_dtype, s.shard_dtype, s.scale, s.accumulate, stream());
   }
 }
@@ -284,13 +298,15 @@ void DeviceCommunicator::all_reduce(const Tag& tag, void* data, DType dtype, int
   Hasher hasher;
   hasher.add(uint64_t(dtype));
   announce({"all_reduce", tag, {}, numel * itemsize(dtype), 0, hasher.value()}, {});
-  sum_in_place(data, dtype, numel);
+  all_reduce_in_place(data, dtype, numel);
   if (scale == 1.0) return;
   const Piece piece{data, data, numel};
   convert({&piece, 1}, dtype, dtype, scale, false, stream());
 }
 
-void DeviceCommunicator::sum_in_place(void*, DType, int64_t) {}
+void DeviceCommunicator::all_gather_in_place(void*, int64_t) {}
+void DeviceCommunicator::reduce_scatter_in_place(void*, DType, int64_t) {}
+void DeviceCommunicator::all_reduce_in_place(void*, DType, int64_t) {}
 
 void DeviceCommunicator::barrier(const Tag& tag) { agree_now({"barrier", tag, {}, 0, 0, 0}, {}); }
 

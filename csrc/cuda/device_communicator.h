@@ -82,12 +82,19 @@ class DeviceCommunicator : public Communicator,
   virtual Region make_region(int64_t nbytes);
   // Once every rank has made its part: makes it known to the others. Collective.
   virtual void share_region(Region& region) { (void)region; }
-  // Every rank's shards into the place at `offset` of every rank's region.
+  // Every rank's shards into the place of every rank's region; by default our cast into the own
+  // part and then all_gather_in_place.
   virtual void gather(const GatherOp& op, const Region& region);
-  // The sum over ranks of what lies in the send buffers, into the shards.
+  // The sum over ranks of what lies in the send buffers, into the shards; by default
+  // reduce_scatter_in_place and then our pass from the own part.
   virtual void sum_into_shards(const ReduceOp& op, const SendLayout& layout, const Region& send);
-  // The sum over ranks, in place, not scaled.
-  virtual void sum_in_place(void* data, DType dtype, int64_t numel);
+  // On flat memory, in which rank r's part is the rth; the parts are of `nbytes` and `numel`. Sums
+  // are not scaled. With one rank there is nothing to do. Several calls come in one group.
+  virtual void all_gather_in_place(void* data, int64_t nbytes);
+  virtual void reduce_scatter_in_place(void* data, DType dtype, int64_t numel);
+  virtual void all_reduce_in_place(void* data, DType dtype, int64_t numel);
+  virtual void begin_group() {}
+  virtual void end_group() {}
   // Ends what runs on the GPU, from any thread; at most once.
   virtual void abort() {}
   // An error that came up beside the stream, or nothing; called now and then by the watchdog.

@@ -1,31 +1,35 @@
-// Collectives on a GPU over the two primitives that any process group has: our passes around them,
-// sums in rank order, so the numbers are those of the other communicators.
+// Collectives on a GPU by any process group that has them: its calls between our passes.
 #pragma once
 
-#include "../exchange_communicator.h"
+#include <functional>
+
 #include "device_communicator.h"
 
 namespace fsdpx::cuda {
 
-class DeviceExchangeCommunicator final : public DeviceCommunicator {
+// As DeviceCommunicator's primitives of these names: each enqueues on the communication stream.
+struct DeviceCollectives {
+  std::function<void(void* data, int64_t nbytes)> all_gather;
+  std::function<void(void* data, DType dtype, int64_t numel)> reduce_scatter;
+  std::function<void(void* data, DType dtype, int64_t numel)> all_reduce;
+};
+
+class DeviceExchange final : public DeviceCommunicator {
  public:
-  // The calls get GPU addresses and must enqueue on the communication stream.
-  DeviceExchangeCommunicator(std::string kind, Surroundings surroundings, ByteCollectives calls);
+  DeviceExchange(std::string kind, Surroundings surroundings, DeviceCollectives calls)
+      : DeviceCommunicator(std::move(kind), std::move(surroundings)), calls_(std::move(calls)) {}
 
  protected:
-  void gather(const GatherOp& op, const Region& region) override;
-  void sum_into_shards(const ReduceOp& op, const SendLayout& layout, const Region& send) override;
-  void sum_in_place(void* data, DType dtype, int64_t numel) override;
+  void all_gather_in_place(void* data, int64_t nbytes) override { calls_.all_gather(data, nbytes); }
+  void reduce_scatter_in_place(void* data, DType dtype, int64_t numel) override {
+    calls_.reduce_scatter(data, dtype, numel);
+  }
+  void all_reduce_in_place(void* data, DType dtype, int64_t numel) override {
+    calls_.all_reduce(data, dtype, numel);
+  }
 
  private:
-  // Used by this stream alone, so one is enough; waits for the stream when it grows.
-  char* scratch(int64_t nbytes);
-  // The sum over ranks of the D pieces at `send`, which other ranks have alike.
-  void sum_pieces(const char* send, DType wire, int64_t numel, void* target, DType to, double scale,
-                  bool accumulate);
-
-  const ByteCollectives calls_;
-  Region scratch_;
+  const DeviceCollectives calls_;
 };
 
 }  // namespace fsdpx::cuda

@@ -3,7 +3,6 @@
 #include <utility>
 
 #include "../check.h"
-#include "kernels.h"
 
 namespace fsdpx::cuda {
 namespace {
@@ -35,42 +34,24 @@ NcclCommunicator::NcclCommunicator(Surroundings surroundings, const nccl::Unique
 
 NcclCommunicator::~NcclCommunicator() = default;  // see close(): at exit NCCL may be gone
 
-void NcclCommunicator::gather(const GatherOp& op, const Region& region) {
-  cast_own(op, region);
-  nccl_.check(nccl_.ncclGroupStart(), "ncclGroupStart");
-  for (const GatherSegment& s : op.segments) {
-    const int64_t nbytes = s.numel * itemsize(s.dst_dtype);
-    char* const all = region.data + op.place.offset + s.dst_offset;
-    nccl_.check(
-        nccl_.ncclAllGather(all + rank() * nbytes, all, nbytes, nccl::kInt8, gathers_, stream()),
-        "ncclAllGather", gathers_);
-  }
-  nccl_.check(nccl_.ncclGroupEnd(), "ncclGroupEnd", gathers_);
+void NcclCommunicator::begin_group() { nccl_.check(nccl_.ncclGroupStart(), "ncclGroupStart"); }
+
+void NcclCommunicator::end_group() { nccl_.check(nccl_.ncclGroupEnd(), "ncclGroupEnd"); }
+
+void NcclCommunicator::all_gather_in_place(void* data, int64_t nbytes) {
+  const char* const own = static_cast<char*>(data) + rank() * nbytes;
+  nccl_.check(nccl_.ncclAllGather(own, data, nbytes, nccl::kInt8, gathers_, stream()),
+              "ncclAllGather", gathers_);
 }
 
-// In place: this rank's sums replace its own part of the send buffer.
-void NcclCommunicator::sum_into_shards(const ReduceOp& op, const SendLayout& layout,
-                                       const Region& send) {
-  const auto own = [&](size_t i) {
-    const ReduceSegment& s = op.segments[i];
-    return send.data + layout.offsets[i] + rank() * s.numel * itemsize(s.wire_dtype);
-  };
-  nccl_.check(nccl_.ncclGroupStart(), "ncclGroupStart");
-  for (size_t i = 0; i < op.segments.size(); ++i) {
-    const ReduceSegment& s = op.segments[i];
-    nccl_.check(nccl_.ncclReduceScatter(send.data + layout.offsets[i], own(i), s.numel,
-                                        data_type(s.wire_dtype), nccl::kSum, sums_, stream()),
-                "ncclReduceScatter", sums_);
-  }
-  nccl_.check(nccl_.ncclGroupEnd(), "ncclGroupEnd", sums_);
-  for (size_t i = 0; i < op.segments.size(); ++i) {
-    const ReduceSegment& s = op.segments[i];
-    const Piece piece{own(i), s.shard, s.numel};
-    convert({&piece, 1}, s.wire_dtype, s.shard_dtype, s.scale, s.accumulate, stream());
-  }
+void NcclCommunicator::reduce_scatter_in_place(void* data, DType dtype, int64_t numel) {
+  char* const own = static_cast<char*>(data) + rank() * numel * itemsize(dtype);
+  nccl_.check(
+      nccl_.ncclReduceScatter(data, own, numel, data_type(dtype), nccl::kSum, sums_, stream()),
+      "ncclReduceScatter", sums_);
 }
 
-void NcclCommunicator::sum_in_place(void* data, DType dtype, int64_t numel) {
+void NcclCommunicator::all_reduce_in_place(void* data, DType dtype, int64_t numel) {
   nccl_.check(nccl_.ncclAllReduce(data, data, numel, data_type(dtype), nccl::kSum, sums_, stream()),
               "ncclAllReduce", sums_);
 }

@@ -17,9 +17,11 @@ class NcclCommunicator final : public DeviceCommunicator {
   ~NcclCommunicator() override;
 
  protected:
-  void gather(const GatherOp& op, const Region& region) override;
-  void sum_into_shards(const ReduceOp& op, const SendLayout& layout, const Region& send) override;
-  void sum_in_place(void* data, DType dtype, int64_t numel) override;
+  void all_gather_in_place(void* data, int64_t nbytes) override;
+  void reduce_scatter_in_place(void* data, DType dtype, int64_t numel) override;
+  void all_reduce_in_place(void* data, DType dtype, int64_t numel) override;
+  void begin_group() override;
+  void end_group() override;
   void abort() override;
   std::string problem() override;
   void destroy() override;

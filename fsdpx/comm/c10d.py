@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _C
+from ..dtypes import torch_dtype
 from ..errors import CommTimeout
 from .communicator import DeviceBytes
 
@@ -28,9 +29,15 @@ def connect(group: dist.ProcessGroup, *, timeout: float) -> _C.Communicator:
         use_local_synchronization=True,
     )
     assert isinstance(own, dist.ProcessGroup)
-    calls = _Calls(own, timeout)
+    calls, word = _Calls(own, timeout), _Whereabouts(own)
     return _C.exchange_communicator(
-        "c10d", own.rank(), own.size(), calls.all_gather, calls.all_to_all
+        "c10d",
+        own.rank(),
+        own.size(),
+        calls.all_gather,
+        calls.all_to_all,
+        word.tell,
+        word.ask,
     )
 
 
@@ -58,7 +65,9 @@ def connect_on_device(
     )
     assert isinstance(own, dist.ProcessGroup)
     calls = _DeviceCalls(own, stream)
-    return _C.exchange_on_device(*surroundings, calls.all_gather, calls.all_to_all)
+    return _C.exchange_on_device(
+        *surroundings, calls.all_gather, calls.reduce_scatter, calls.all_reduce
+    )
 
 
 def high_priority_stream(device: torch.device) -> torch.cuda.Stream:
@@ -106,35 +115,80 @@ class _Calls:
 
     def _explain(self, error: RuntimeError, begin: float) -> RuntimeError:
         """Backends have no type of their own for a passed time limit; the clock tells."""
+        said = str(error).split(". ")[0]  # gloo goes on with general advice
         if time.monotonic() - begin >= 0.9 * self._timeout:
-            return CommTimeout(f"no answer of some rank within {self._timeout} s ({error})")
-        return RuntimeError(f"{error} (a rank may have left)")
+            return CommTimeout(
+                f"no answer of some rank within {self._timeout:g} s; if it is only slow, raise the "
+                f"time limit of the process group ({said})"
+            )
+        return RuntimeError(f"a rank has left or gave up ({said})")
+
+
+class _Whereabouts:
+    """Where ranks are when collectives have failed, told through the group's store."""
+
+    PATIENCE = 1.0  # seconds for the others to fail as well
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._rank, self._size = group.rank(), group.size()
+        self._store = group.get_group_store()
+
+    def tell(self, sequence: int, text: str) -> None:
+        self._store.set(self._key(self._rank), f"{sequence} {text}")
+
+    def ask(self, sequence: int) -> str:
+        """What the others tell of collective `sequence` or of the time right before it."""
+        heard: dict[int, str] = {}
+        deadline = time.monotonic() + self.PATIENCE
+        while True:
+            for rank in {*range(self._size)} - {self._rank, *heard}:
+                text = self._told_by(rank, sequence)
+                if text is not None:
+                    heard[rank] = text
+            if len(heard) == self._size - 1 or time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        silent = "is not in a collective (it computes, raised or has ended)"
+        others = [r for r in range(self._size) if r != self._rank]
+        return "Ranks: " + "; ".join(f"{r} {heard.get(r, silent)}" for r in others) + "."
+
+    def _told_by(self, rank: int, sequence: int) -> str | None:
+        if not self._store.check([self._key(rank)]):
+            return None
+        when, _, text = self._store.get(self._key(rank)).decode().partition(" ")
+        return text if int(when) >= sequence - 1 else None
+
+    @staticmethod
+    def _key(rank: int) -> str:
+        return f"fsdpx/whereabouts/{rank}"
 
 
 class _DeviceCalls:
-    """The two collectives of bytes on GPU addresses, behind what is on a stream."""
+    """The collectives on GPU addresses, in place, behind what is on a stream."""
 
     def __init__(self, group: dist.ProcessGroup, stream: torch.cuda.Stream) -> None:
         self._group = group
         self._stream = stream
 
-    def _tensor(self, address: int, nbytes: int) -> torch.Tensor:
-        return DeviceBytes(address, nbytes).tensor(self._stream.device)
+    def _tensor(self, address: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        flat = DeviceBytes(address, numel * dtype.itemsize).tensor(self._stream.device)
+        return flat.view(dtype)
 
-    def all_gather(self, send: int, recv: int, nbytes: int) -> None:
-        if nbytes == 0:
-            return
+    def all_gather(self, address: int, nbytes: int) -> None:
         with torch.cuda.stream(self._stream):
-            output = self._tensor(recv, nbytes * self._group.size())
-            self._group._allgather_base(output, self._tensor(send, nbytes)).wait()
+            flat = self._tensor(address, torch.uint8, nbytes * self._group.size())
+            own = flat.narrow(0, nbytes * self._group.rank(), nbytes)
+            self._group._allgather_base(flat, own).wait()
 
-    def all_to_all(self, send: int, recv: int, nbytes: int) -> None:
-        if nbytes == 0:
-            return
-        total = nbytes * self._group.size()
+    def reduce_scatter(self, address: int, code: int, numel: int) -> None:
         with torch.cuda.stream(self._stream):
-            tensors = (self._tensor(recv, total), self._tensor(send, total))
-            self._group.alltoall_base(*tensors, [], []).wait()
+            flat = self._tensor(address, torch_dtype(code), numel * self._group.size())
+            own = flat.narrow(0, numel * self._group.rank(), numel)
+            self._group._reduce_scatter_base(own, flat, dist.ReduceScatterOptions()).wait()
+
+    def all_reduce(self, address: int, code: int, numel: int) -> None:
+        with torch.cuda.stream(self._stream):
+            self._group.allreduce([self._tensor(address, torch_dtype(code), numel)]).wait()
 
 
 def _bytes_at(address: int, nbytes: int) -> torch.Tensor:

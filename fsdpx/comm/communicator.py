@@ -55,18 +55,19 @@ class InFlight:
 
     def add(self, event: _C.Event, used: Any = None) -> None:
         """Keeps `used` alive until `event`, the latest one, has ended."""
-        self._prune()
+        self.prune()
         self._running.append((event, used, []))
 
     def when_idle(self, action: Callable[[], None]) -> None:
         """Runs `action` when nothing that runs now can still use what it destroys."""
-        self._prune()
+        self.prune()
         if self._running:
             self._running[-1][2].append(action)
         else:
             action()
 
-    def _prune(self) -> None:
+    def prune(self) -> None:
+        """Lets go of what collectives that have ended used."""
         while self._running and self._running[0][0].query():
             _, _, actions = self._running.popleft()
             for action in actions:
@@ -309,6 +310,11 @@ class Communicator:
         """Ends when every rank has issued it."""
         return Work(self.native.barrier(self.stream, "barrier"), self._patience)
 
+    def leave_word(self, text: str) -> None:
+        """Lets ranks that wait for this one in vain say why: `text` goes into their errors."""
+        if not self.closed:
+            self.control.native.leave_word(self.control.stream, text)
+
     def close(self, *, seconds: float = CLOSE_SECONDS) -> None:
         """Finishes what was issued, for at most `seconds`, and leaves the group.
 
@@ -317,6 +323,7 @@ class Communicator:
         """
         if self.closed:
             return
+        self.leave_word("left")
         self.closed = True
         if self._owns_stream:
             self.stream.close(seconds)

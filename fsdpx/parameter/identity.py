@@ -7,6 +7,8 @@ follow the object here as they should.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -66,6 +68,22 @@ def take_over(parameter: nn.Parameter, made: ShardedTensor) -> ShardedTensor:
     if after:
         sharded._post_accumulate_grad_hooks = after
     return sharded  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def keep_attributes(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Inside, `torch.nn.Module._apply` may swap sharded parameters for new ones; what hangs on
+    them (attributes, hooks after accumulation) stays.
+    """
+    ours = [p for p in parameters if isinstance(p, ShardedTensor)]
+    before = [(dict(p.__dict__), p._post_accumulate_grad_hooks) for p in ours]
+    yield
+    for parameter, (attributes, hooks) in zip(ours, before, strict=True):
+        for key in ("_local", "_spec"):
+            attributes.pop(key)
+        parameter.__dict__.update(attributes)
+        if hooks and not parameter._post_accumulate_grad_hooks:
+            parameter._post_accumulate_grad_hooks = hooks
 
 
 def mark_copied(parameter: nn.Parameter, name: str) -> None:
