@@ -23,6 +23,7 @@ from .policies import MixedPrecisionPolicy
 from .shards import Managed, Shards, original_of
 from .zero import ZeroPolicy
 
+_OUTDATED = -1  # generation of a gather that must not be used again
 WAIT_FOREVER = 1e8  # seconds: the communicators' own limits end every collective
 
 
@@ -212,6 +213,7 @@ class Unit:
         made.rename(self.name)
         made.zero = copy.copy(self.zero)
         made.gradient_divisor = self.gradient_divisor
+        made.all_reduce_hook = self.all_reduce_hook
         made.ignored = dict(self.ignored)
         return made
 
@@ -271,6 +273,11 @@ class Unit:
     def is_stale(self) -> bool:
         """Whether the gathered parameters are older than the shards."""
         return self.gathered is not None and self.gathered.generation != self.generation
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether a full parameter was changed in place since it was gathered."""
+        return self.storage is Storage.GATHERED and self.native.version() != self._version
 
     @property
     def trains_fully(self) -> bool:
@@ -392,7 +399,7 @@ class Unit:
 
     def write_back(self) -> None:
         """Takes this rank's piece of every full parameter over into the shard, where it differs."""
-        if self.storage is not Storage.GATHERED or self.native.version() == self._version:
+        if not self.is_edited:
             return
         if self.is_stale:
             self.check_unedited()  # both were edited: raises
@@ -421,9 +428,10 @@ class Unit:
         """Raises if a full parameter was changed in place since it was gathered: the change would
         be lost.
         """
-        version = self.native.version()
-        if version != self._version:
-            self._version = version
+        if self.is_edited:
+            assert self.gathered is not None
+            self._version = self.native.version()  # raises once
+            self.gathered = self.gathered._replace(generation=_OUTDATED)
             raise RuntimeError(
                 f"fsdpx: unit '{self.name}': forward changed a gathered parameter in place; the "
                 "change would be lost when the unit is freed. Change model.parameters() under "
