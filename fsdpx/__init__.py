@@ -27,6 +27,7 @@ from . import (
 )
 from .describe import Description, describe
 from .errors import CommTimeout, DesyncError
+from .flat_parameters import FlatParameter, flat_parameters
 from .full_parameters import full_parameters
 from .fully_shard import fully_shard
 from .module import FSDPModule, UnshardHandle, no_sync, register_fsdp_forward_method
@@ -69,6 +70,7 @@ __all__ = [
     "Description",
     "DesyncError",
     "FSDPModule",
+    "FlatParameter",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
@@ -83,6 +85,7 @@ __all__ = [
     "UnshardHandle",
     "comm",
     "describe",
+    "flat_parameters",
     "full_parameters",
     "fully_shard",
     "no_sync",
