@@ -109,9 +109,16 @@ def freeze_between(rank: int, world_size: int, stages: tuple[int, ...]) -> list[
     errors.append(both.grad_error())
     both.step()
     both.zero_grad()
-    for model in models:
-        model.layers[0].requires_grad_(False)
+    both.model.set_requires_gradient_sync(False)
     both.backward(3)
+    both.model.set_requires_gradient_sync(True)
+    for model in models:  # what it has so far counts
+        model.layers[0].requires_grad_(False)
+    both.backward(4)
+    errors.append(both.grad_error())
+    both.step()
+    both.zero_grad()
+    both.backward(5)
     errors.append(both.grad_error())
     both.step()
     return [*errors, both.weight_error()]
@@ -211,6 +218,10 @@ def edits(both: Beside) -> Iterator[float]:
     both.model.load_state_dict({n: v * 2 for n, v in halved.items()}, assign=True)
     both.reference.load_state_dict(state)
     yield both.eval_error(5)
+    both.model.to_empty(device="cpu")
+    both.model.load_state_dict(halved)
+    both.reference.load_state_dict({name: value * 0.5 for name, value in state.items()})
+    yield both.eval_error(6)
 
 
 def edits_of_whole_parameters(both: Beside) -> Iterator[float]:
