@@ -31,6 +31,12 @@ class ShardGroup:
     replicate_group: Any = None
     num_replicas: int = 1
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of all ranks that share or hold copies."""
+        replica = self.replicate_group
+        return self.rank == 0 and (replica is None or dist.get_rank(replica) == 0)
+
 
 def resolve_mesh(mesh: DeviceMesh | None, kind: str) -> tuple[ShardGroup, torch.device]:
     """The group and the device of a mesh.

@@ -140,7 +140,6 @@ class Residency:
         for unit in list(self._resident if among is None else among):
             # Inside full_parameters() ranks may run different forwards.
             if unit in self._resident and not unit.held:
-                unit.refresh()
                 by_comm.setdefault(unit.comm, []).append(unit)
         for comm, units in by_comm.items():
             mine = [unit.is_stale or unit.is_edited for unit in units]

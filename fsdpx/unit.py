@@ -20,7 +20,7 @@ from .layout import Granularity, ParameterInfo, UnitLayout, plan_unit
 from .memory import Place
 from .mesh import ShardGroup
 from .policies import MixedPrecisionPolicy
-from .shards import Managed, Shards, original_of
+from .shards import Managed, Shards, original_of, take_edits
 from .zero import ZeroPolicy
 
 _OUTDATED = -1  # generation of a gather that must not be used again
@@ -399,19 +399,15 @@ class Unit:
 
     def write_back(self) -> None:
         """Takes this rank's piece of every full parameter over into the shard, where it differs."""
-        if not self.is_edited:
+        if self.storage is not Storage.GATHERED:
             return
-        if self.is_stale:
-            self.check_unedited()  # both were edited: raises
+        if self.is_stale:  # what differs was edited in the shard
+            self.check_unedited()
+            return
         with torch.no_grad():
             for managed in self.parameters:
-                spec = managed.sharded._spec
-                full = managed.leaf.detach().reshape(-1)[spec.begin : spec.end]
-                piece = managed.sharded.to_local()
-                # Only what was edited: the rest would lose what the compute dtype cannot hold.
-                edited = full != piece.to(full.dtype)
-                if edited.any():
-                    piece[edited] = full[edited].to(piece.dtype)
+                # Values are compared: edits through `.data` move no version.
+                take_edits(managed.leaf, managed.sharded)
 
     def check_unchanged(self) -> None:
         """Raises if the shards were changed since they were last gathered: a backward that reads
