@@ -99,8 +99,8 @@ class Gradients:
                 flat = torch.zeros(segment.numel, dtype=dtype, device=unit.device)
                 self.accumulated[number] = flat
                 made.append((number, flat.data_ptr()))
-        unit.native.accumulate(before, False)
-        unit.native.accumulate(made, True)
+        unit.native.accumulate(unit.comm.native, before, False)
+        unit.native.accumulate(unit.comm.native, made, True)
 
     def reduce(self, scale: float) -> None:
         """Issues the reduction of all gradients so far; `deliver` ends it.

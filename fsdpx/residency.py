@@ -116,10 +116,14 @@ class Residency:
         place = unit.free()
         del self._resident[unit]
         unit.native.set_notify(False)
-        if self._own.get(unit) is not place:
+        own = self._own.get(unit)
+        if own is None or own.region != place.region:
             self.memories[unit.comm].give(place)
-        elif not self.has_own_memory(unit):  # unshard() by the user lent it
-            self.memories[unit.comm].give(self._own.pop(unit))
+        elif self.has_own_memory(unit):
+            self._own[unit] = place
+        else:  # unshard() by the user lent it
+            del self._own[unit]
+            self.memories[unit.comm].give(place)
 
     def free_others(self, keep: Callable[[Unit], bool]) -> None:
         """Frees all but the units that `keep` names, that run, or that the user keeps."""

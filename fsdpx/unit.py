@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from .shards import Managed, Shards, original_of, take_edits
 from .zero import ZeroPolicy
 
 _OUTDATED = -1  # generation of a gather that must not be used again
+# Freed parameters become NaN: whoever still reads them is found out.
+POISON = os.environ.get("FSDPX_POISON") == "1"
 WAIT_FOREVER = 1e8  # seconds: the communicators' own limits end every collective
 
 
@@ -122,6 +125,7 @@ class Unit:
         self._version = self.native.version()
         self._attached: int | None = None  # generation of what was gathered last
         self._plan_gather: _C.GatherPlan | None = None
+        self._followed: int | None = None  # generation whose writes the stream has followed
         self._comm: Communicator | None = None
         self._replicate_comm: Communicator | None = None
         self.zero = ZeroPolicy(options.zero_stage, options.reshard_after_forward)
@@ -225,7 +229,9 @@ class Unit:
         if self._comm is None:
             from . import comm
 
-            self._comm = comm.create(self.group.process_group, kind=self.group.kind)
+            self._comm = comm.create(
+                self.group.process_group, kind=self.group.kind, device=self.device
+            )
         return self._comm
 
     @property
@@ -234,7 +240,12 @@ class Unit:
         if self._replicate_comm is None and self.group.num_replicas > 1:
             from . import comm
 
-            self._replicate_comm = comm.create(self.group.replicate_group, kind=self.group.kind)
+            self._replicate_comm = comm.create(
+                self.group.replicate_group,
+                kind=self.group.kind,
+                device=self.device,
+                beside=self.comm,
+            )
         return self._replicate_comm
 
     def forget_closed(self) -> None:
@@ -320,9 +331,15 @@ class Unit:
     def start_gather(self, place: Place) -> None:
         """Issues the all-gather into `place`."""
         comm = self.comm
+        generation = self.generation  # this rank's own: writes need not be alike on all ranks
         if self._plan_gather is None:
             self._plan_gather = self._make_gather_plan()
-        generation = self.generation  # this rank's own: writes need not be alike on all ranks
+            self._followed = None
+        if self._followed != generation:  # what wrote to the shards may still be queued
+            comm.stream.follow(comm.stream.mark())
+            self._followed = generation
+        for mark in place.free_after:
+            comm.stream.follow(mark)
         issue_ns = time.monotonic_ns()
         event = comm.native.all_gather(
             comm.stream,
@@ -379,9 +396,10 @@ class Unit:
         """Which of the flags are set on any rank of `group`; collective, in the order of issue."""
         if group.size == 1:
             return list(flags)
-        counts = torch.tensor(flags, dtype=torch.float32)
+        control = group.control
+        counts = torch.tensor(flags, dtype=torch.float32, device="cpu")
         where = (counts.data_ptr(), code(counts.dtype), counts.numel())
-        self.wait(group.native.all_reduce(self.comm.stream, self.name, *where))
+        self.wait(control.native.all_reduce(control.stream, self.name, *where))
         return [count > 0 for count in counts.tolist()]
 
     def free(self) -> Place:
@@ -389,13 +407,18 @@ class Unit:
         gathered = self.gathered
         assert gathered is not None
         self.native.detach()
+        comm, place = self.comm, gathered.place
+        if POISON:
+            comm.native.poison(place.pointer, place.num_bytes)
+        if (mark := comm.stream.mark()) is not None:
+            place = place._replace(free_after=(mark,))
         self.gathered = None
         self._move(Storage.SHARDED)
         recorder = self.comm.recorder
         if recorder.enabled:
             begin, end = gathered.issue_ns, time.monotonic_ns()
             recorder.record("resident", self.name, "full", begin, begin, end, 0)
-        return gathered.place
+        return place
 
     def write_back(self) -> None:
         """Takes this rank's piece of every full parameter over into the shard, where it differs."""
