@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import enum
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -22,46 +21,13 @@ from .memory import Place
 from .mesh import ShardGroup
 from .policies import MixedPrecisionPolicy
 from .shards import Managed, Shards, original_of, take_edits
+from .states import LEGAL_MOVES, Phase, Storage
 from .zero import ZeroPolicy
 
 _OUTDATED = -1  # generation of a gather that must not be used again
 # Freed parameters become NaN: whoever still reads them is found out.
 POISON = os.environ.get("FSDPX_POISON") == "1"
 WAIT_FOREVER = 1e8  # seconds: the communicators' own limits end every collective
-
-
-class Storage(enum.Enum):
-    """Where a unit's full parameters are."""
-
-    SHARDED = enum.auto()  # nowhere
-    GATHERING = enum.auto()  # their all-gather has been issued
-    GATHERED = enum.auto()  # attached: views of them can be read
-
-    __hash__ = object.__hash__  # members are singletons; Enum's own hash runs in Python
-
-
-class Phase(enum.Enum):
-    """What the training step does with a unit."""
-
-    IDLE = enum.auto()
-    FORWARD = enum.auto()  # its forward runs (also when recomputed in backward)
-    BACKWARD = enum.auto()  # backward reads it; its gradients are not complete
-
-    __hash__ = object.__hash__
-
-
-_LEGAL_MOVES = {
-    (Storage.SHARDED, Storage.GATHERING),
-    (Storage.GATHERING, Storage.GATHERED),
-    (Storage.GATHERING, Storage.SHARDED),
-    (Storage.GATHERED, Storage.SHARDED),
-    (Phase.IDLE, Phase.FORWARD),
-    (Phase.IDLE, Phase.BACKWARD),
-    (Phase.FORWARD, Phase.IDLE),
-    (Phase.FORWARD, Phase.BACKWARD),
-    (Phase.BACKWARD, Phase.FORWARD),
-    (Phase.BACKWARD, Phase.IDLE),
-}
 
 
 @dataclass(frozen=True)
@@ -300,7 +266,7 @@ class Unit:
         now = self.storage if isinstance(to, Storage) else self.phase
         if now is to:
             return
-        if (now, to) not in _LEGAL_MOVES:
+        if (now, to) not in LEGAL_MOVES:
             raise AssertionError(f"unit '{self.name}': {now} -> {to}")
         if isinstance(to, Storage):
             self.storage = to
