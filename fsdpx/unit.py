@@ -365,9 +365,11 @@ class Unit:
         if group.size == 1:
             return list(flags)
         control = group.control
+        # One stream for all that a communicator does: on CPU replicas are reduced on the shares'.
+        stream = self.comm.stream if control is group else control.stream
         counts = torch.tensor(flags, dtype=torch.float32, device="cpu")
         where = (counts.data_ptr(), code(counts.dtype), counts.numel())
-        self.wait(control.native.all_reduce(control.stream, self.name, *where))
+        self.wait(control.native.all_reduce(stream, self.name, *where))
         return [count > 0 for count in counts.tolist()]
 
     def free(self) -> Place:
