@@ -22,6 +22,8 @@ from . import (
     module,
     ops,
     order,
+    progress,
+    residency,
     schedule,
     unit,
 )
@@ -34,6 +36,7 @@ from .parameter import ShardedTensor
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .timeline import record_timeline
 from .torch_private import leave_to_eager
+from .verify import verify
 
 if TYPE_CHECKING:
     from .fsdp1 import (
@@ -58,7 +61,19 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'fsdpx' has no attribute '{name}'")
 
 
-leave_to_eager(attributes, changes, gradients, hooks, memory, module, order, schedule, unit)
+leave_to_eager(
+    attributes,
+    changes,
+    gradients,
+    hooks,
+    memory,
+    module,
+    order,
+    progress,
+    residency,
+    schedule,
+    unit,
+)
 leave_to_eager(comm, comm.c10d, comm.choose, comm.communicator, comm.shm)
 
 __all__ = [
@@ -89,4 +104,5 @@ __all__ = [
     "ops",
     "record_timeline",
     "register_fsdp_forward_method",
+    "verify",
 ]
