@@ -4,10 +4,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
+#include <limits>
 #include <memory>
 #include <tuple>
 
+#include "bind_cuda.h"
 #include "check.h"
 #include "comm_queue.h"
 #include "exchange_communicator.h"
@@ -29,17 +30,6 @@ bool python_is_ending() {
 #endif
 }
 
-// Holds a Python object for a task. Released on the worker thread, which takes the GIL for it; when
-// the interpreter is ending, that would hang, and the object is left alone.
-shared_ptr<void> keep(py::object object) {
-  if (object.is_none()) return nullptr;
-  return {new py::object(std::move(object)), [](void* held) {
-            if (python_is_ending()) return;
-            py::gil_scoped_acquire gil;
-            delete static_cast<py::object*>(held);
-          }};
-}
-
 template <typename T>
 T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
@@ -58,14 +48,6 @@ void translate(std::exception_ptr error) {
   } catch (const CommTimeout& e) {
     set_python_error("CommTimeout", e.what());
   }
-}
-
-void wait(Event& event, double seconds) {
-  py::gil_scoped_release nogil;
-  event.wait(seconds, [] {
-    const py::gil_scoped_acquire gil;
-    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-  });
 }
 
 struct GatherPlan {
@@ -113,8 +95,9 @@ ReduceSegment make_reduce_segment(const std::vector<SpanRow>& grads, int grad_dt
 shared_ptr<Event> reduce_scatter(shared_ptr<Communicator> comm, Stream& stream,
                                  shared_ptr<ReduceOp> op, Recorder* recorder,
                                  py::object keep_alive) {
-  return issue_reduce_scatter(stream, std::move(comm), std::move(op), keep(std::move(keep_alive)),
-                              recorder);
+  auto kept = keep(std::move(keep_alive));
+  const py::gil_scoped_release nogil;  // on a GPU the task runs here
+  return issue_reduce_scatter(stream, std::move(comm), std::move(op), std::move(kept), recorder);
 }
 
 shared_ptr<Event> all_reduce(shared_ptr<Communicator> comm, Stream& stream, std::string unit,
@@ -130,6 +113,7 @@ shared_ptr<Event> all_reduce(shared_ptr<Communicator> comm, Stream& stream, std:
 }
 
 shared_ptr<Event> barrier(shared_ptr<Communicator> comm, Stream& stream, std::string name) {
+  const py::gil_scoped_release nogil;
   auto event =
       stream.enqueue([comm, tag = Tag{std::move(name), comm->moment()}] { comm->barrier(tag); });
   comm->note_issued(event);
@@ -154,7 +138,7 @@ py::list take(Recorder& recorder) {
 void bind_streams(py::module_& m) {
   py::class_<Event, shared_ptr<Event>>(m, "Event")
       .def("query", &Event::query, "True when the task has ended, well or not.")
-      .def("wait", &wait, py::arg("seconds"),
+      .def("wait", &wait_for, py::arg("seconds"),
            "What the caller does next may use the results; raises what the task raised. On CPU it "
            "waits, without the GIL; on a GPU torch's current stream will.")
       .def("ended_within", &Event::ended_within, py::arg("seconds"),
@@ -218,10 +202,10 @@ void bind_operations(py::module_& m) {
   py::class_<ReduceOp, shared_ptr<ReduceOp>>(m, "ReduceOp")
       .def(py::init([](std::string unit, std::vector<ReduceSegment> segments,
                        std::vector<uint8_t> used) {
-             return ReduceOp{{std::move(unit)}, std::move(segments), std::move(used)};
+             return ReduceOp{{std::move(unit)}, std::move(segments), std::move(used), nullptr};
            }),
            py::arg("unit"), py::arg("segments"), py::arg("used") = std::vector<uint8_t>())
-      .def_readonly("used", &ReduceOp::used);
+      .def_property_readonly("used", &used_on_any_rank);
 }
 
 void bind_communicator(py::module_& m) {
@@ -266,6 +250,13 @@ void bind_communicator(py::module_& m) {
           },
           py::arg("stream"), py::arg("text"), "What peers read that wait for this rank in vain.")
       .def("barrier", &barrier, py::arg("stream"), py::arg("name"))
+      .def(
+          "poison",
+          [](Communicator& comm, uintptr_t data, int64_t nbytes) {
+            comm.poison(pointer<void>(data), nbytes);
+          },
+          py::arg("data"), py::arg("nbytes"), nogil,
+          "NaN into memory, after what the caller has issued.")
       .def("close", &Communicator::close, nogil);
 }
 
@@ -334,6 +325,29 @@ void bind_kinds(py::module_& m) {
 }
 
 }  // namespace
+
+shared_ptr<void> keep(py::object object) {
+  if (object.is_none()) return nullptr;
+  return {new py::object(std::move(object)), [](void* held) {
+            if (python_is_ending()) return;
+            py::gil_scoped_acquire gil;
+            delete static_cast<py::object*>(held);
+          }};
+}
+
+void wait_for(Event& event, double seconds) {
+  py::gil_scoped_release nogil;
+  event.wait(seconds, [] {
+    const py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  });
+}
+
+std::vector<uint8_t> used_on_any_rank(const ReduceOp& op) {
+  if (op.used_late == nullptr) return op.used;
+  wait_for(*op.used_late->known, std::numeric_limits<double>::infinity());
+  return op.used_late->flags;
+}
 
 void bind_comm(py::module_& m) {
   py::register_exception_translator(&translate);

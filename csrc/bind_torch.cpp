@@ -1,6 +1,7 @@
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "bind_cuda.h"
 #include "torch_access.h"
 #include "torch_cuda.h"
 #include "torch_unit.h"
@@ -96,7 +97,8 @@ void bind_unit(py::module_& m) {
   py::class_<Reduction>(m, "Reduction", "A reduce-scatter in flight.")
       .def_property_readonly("event", [](const Reduction& reduction) { return reduction.event; })
       .def_property_readonly("used", [](const Reduction& reduction) {
-        return std::vector<bool>(reduction.op->used.begin(), reduction.op->used.end());
+        const auto used = used_on_any_rank(*reduction.op);
+        return std::vector<bool>(used.begin(), used.end());
       });
 }
 
@@ -105,13 +107,8 @@ void bind_unit(py::module_& m) {
 void bind_torch(py::module_& m) {
   register_access_kernels();
   bind_unit(m);
-#ifdef FSDPX_CUDA
-  m.attr("has_cuda") = true;
-#else
-  m.attr("has_cuda") = false;
-#endif
-  m.def("device_stream", &make_device_stream, py::arg("device"),
-        "A high-priority CUDA stream of torch's pool.");
+  m.def("device_stream", &make_device_stream, py::arg("device"), py::arg("stream"),
+        "The communication stream over `torch.cuda.Stream.cuda_stream`, which must outlive it.");
   m.def("at_backward_end", &at_backward_end);
   m.def("cast_inputs", [](py::object inputs, const py::object& dtype, py::object fallback) {
     return cast_inputs(std::move(inputs), scalar_type(dtype), std::move(fallback));

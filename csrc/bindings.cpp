@@ -4,6 +4,7 @@
 namespace fsdpx {
 void bind_kernels(pybind11::module_& m);
 void bind_comm(pybind11::module_& m);
+void bind_cuda(pybind11::module_& m);
 void bind_torch(pybind11::module_& m);
 }  // namespace fsdpx
 
@@ -12,5 +13,6 @@ PYBIND11_MODULE(_C, m) {
   m.attr("torch_version") = FSDPX_TORCH_VERSION;
   fsdpx::bind_kernels(m);
   fsdpx::bind_comm(m);
+  fsdpx::bind_cuda(m);
   fsdpx::bind_torch(m);
 }

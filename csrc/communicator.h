@@ -1,18 +1,22 @@
-// What a communicator does for one group of ranks. Calls block and run on the thread of the
-// communication stream; every rank makes the same calls in the same order, and each call first
-// checks that they do (see Tag).
+// What a communicator does for one group of ranks. Calls are tasks of a communication stream: on
+// CPU they block its worker thread, on a GPU they enqueue and return. Every rank makes the same
+// calls in the same order, and each call first checks that they do (see Tag).
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "check.h"
 #include "dtype.h"
 #include "kernels.h"
+#include "stream.h"
 
 namespace fsdpx {
 
@@ -69,14 +73,22 @@ struct ReduceSegment {
   bool accumulate = false;
 };
 
+// Flags that are known later than the collective that they travel with has been issued.
+struct LateFlags {
+  std::vector<uint8_t> flags;  // once `known` has ended
+  std::shared_ptr<Event> known;
+};
+
 struct ReduceOp {
   Tag tag;
   std::vector<ReduceSegment> segments;
-  std::vector<uint8_t>
-      used;  // in: 1 where this rank has a gradient for parameter i; out: where any rank has
+  // In: 1 where this rank has a gradient for parameter i; out: where any rank has. On a GPU these
+  // come as `used_late`.
+  std::vector<uint8_t> used;
+  std::shared_ptr<const LateFlags> used_late;
 };
 
-class Event;
+struct Announcement;
 
 class Communicator {
  public:
@@ -99,6 +111,18 @@ class Communicator {
   virtual void all_reduce(const Tag& tag, void* data, DType dtype, int64_t numel, double scale) = 0;
   virtual void barrier(const Tag& tag) = 0;
 
+  // Compares what the ranks are about to do elsewhere and sets the flags that any rank has set.
+  // Only where the ranks' CPUs can talk: see cuda/device_communicator.h.
+  virtual void agree(const Announcement& announcement, std::vector<uint8_t>& flags) = 0;
+
+  // kernels.h's pack where the ranks' tensors live: on a GPU on the caller's stream.
+  virtual void pack_gradients(std::span<const ConstSpan> srcs, DType from, void* flat, DType to,
+                              int64_t flat_numel, bool accumulate) {
+    fsdpx::pack(srcs, from, flat, to, flat_numel, 1.0, accumulate);
+  }
+  // Fills memory with NaN, after what the caller has issued: to find reads of freed memory.
+  virtual void poison(void* data, int64_t nbytes) { std::memset(data, 0xff, nbytes); }
+
   // Tells peers that this rank leaves (their waits fail at once and say so) and releases
   // everything. Never waits.
   virtual void close() = 0;
@@ -117,7 +141,7 @@ class Communicator {
     std::lock_guard lock(issue_mutex_);
     return last_issued_;
   }
-  void note_issued(std::shared_ptr<Event> event) {
+  virtual void note_issued(std::shared_ptr<Event> event) {
     std::lock_guard lock(issue_mutex_);
     last_issued_ = std::move(event);
   }

@@ -39,7 +39,7 @@ void ExchangeCommunicator::collective(const Announcement& announcement, Body bod
   ++sequence_;
   try {
     try {
-      agree(announcement);
+      compare(announcement);
       body();
       previous_ = announcement;
     } catch (const DesyncError&) {
@@ -76,7 +76,7 @@ void ExchangeCommunicator::leave_word(const std::string& text) {
   calls_.tell(sequence_, detail::concat("has finished ", sequence_, last, " and then ", text));
 }
 
-void ExchangeCommunicator::agree(const Announcement& announcement) {
+void ExchangeCommunicator::compare(const Announcement& announcement) {
   const AnnouncementWords mine = encode(announcement);
   std::vector<AnnouncementWords> all(size_);
   calls_.all_gather(mine.data(), all.data(), sizeof(mine));
@@ -158,7 +158,7 @@ void ExchangeCommunicator::reduce_scatter(ReduceOp& op) {
   const auto num_used = static_cast<int64_t>(op.used.size());
   collective({"reduce_scatter", op.tag, {}, nbytes, num_used, details_of(op)}, [&] {
     for (const ReduceSegment& s : op.segments) all_to_all_sum(s);
-    merge_used(op.used);
+    merge_flags(op.used);
   });
 }
 
@@ -173,7 +173,7 @@ void ExchangeCommunicator::all_to_all_sum(const ReduceSegment& s) {
   reduce(pieces, s.wire_dtype, s.shard, s.shard_dtype, s.numel, s.scale, s.accumulate);
 }
 
-void ExchangeCommunicator::merge_used(std::vector<uint8_t>& used) {
+void ExchangeCommunicator::merge_flags(std::vector<uint8_t>& used) {
   if (used.empty()) return;
   std::vector<uint8_t> all(used.size() * size_);
   calls_.all_gather(used.data(), all.data(), static_cast<int64_t>(used.size()));
@@ -204,6 +204,10 @@ void ExchangeCommunicator::all_reduce(const Tag& tag, void* data, DType dtype, i
 
 void ExchangeCommunicator::barrier(const Tag& tag) {
   collective({"barrier", tag, {}, 0, 0, 0}, [] {});
+}
+
+void ExchangeCommunicator::agree(const Announcement& announcement, std::vector<uint8_t>& flags) {
+  collective(announcement, [&] { merge_flags(flags); });
 }
 
 void ExchangeCommunicator::close() { closed_.store(true, std::memory_order_relaxed); }

@@ -49,6 +49,7 @@ class ExchangeCommunicator final : public Communicator {
   void reduce_scatter(ReduceOp& op) override;
   void all_reduce(const Tag& tag, void* data, DType dtype, int64_t numel, double scale) override;
   void barrier(const Tag& tag) override;
+  void agree(const Announcement& announcement, std::vector<uint8_t>& flags) override;
 
   void leave_word(const std::string& text) override;
   void close() override;
@@ -73,11 +74,11 @@ class ExchangeCommunicator final : public Communicator {
   // every later call.
   template <typename Body>
   void collective(const Announcement& announcement, Body body);
-  void agree(const Announcement& announcement);
+  void compare(const Announcement& announcement);
   std::string explain(const Announcement& announcement, const std::exception& error);
   Region find_region(int64_t number);
   void gather_segment(const GatherSegment& segment, char* place);
-  void merge_used(std::vector<uint8_t>& used);
+  void merge_flags(std::vector<uint8_t>& flags);
   void all_to_all_sum(const ReduceSegment& segment);
 
   const std::string kind_;

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "check.h"
+#include "comm_layout.h"
 #include "shm_exchange.h"
 
 namespace fsdpx {
@@ -17,25 +18,9 @@ void copy_bytes(void* dst, const void* src, int64_t nbytes) {
   if (nbytes > 0) std::memcpy(dst, src, nbytes);
 }
 
-constexpr int64_t kAlign = 128;  // of the segments in a send buffer
 constexpr int64_t kControlBytes = sizeof(ControlBlock);
 
 int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
-
-// Where the segments of a reduction lie in the send buffer; the used flags follow them.
-struct SendLayout {
-  std::vector<int64_t> offsets;
-  int64_t used_offset = 0;
-  int64_t nbytes = 0;
-
-  SendLayout(const ReduceOp& op, int size) {
-    for (const ReduceSegment& s : op.segments) {
-      offsets.push_back(used_offset);
-      used_offset += round_up(size * s.numel * itemsize(s.wire_dtype), kAlign);
-    }
-    nbytes = used_offset + static_cast<int64_t>(op.used.size());
-  }
-};
 
 // The part of `spans` that covers flat elements [begin, end), as spans of that range.
 std::vector<ConstSpan> part_of(const std::vector<ConstSpan>& spans, DType dtype, int64_t begin,
@@ -239,13 +224,15 @@ const ShmCommunicator::Region& ShmCommunicator::next_send_buffer(const Tag& tag,
 void ShmCommunicator::reduce_scatter(ReduceOp& op) {
   collective([&] {
     const SendLayout layout(op, size_);
-    const Region& buffer = next_send_buffer(op.tag, layout.nbytes);
+    // The used flags follow the segments.
+    const auto num_used = static_cast<int64_t>(op.used.size());
+    const int64_t nbytes = layout.nbytes + num_used;
+    const Region& buffer = next_send_buffer(op.tag, nbytes);
     char* own = bytes_of(*buffer[rank_]);
     for (size_t i = 0; i < op.segments.size(); ++i)
       pack_for_peers(op.segments[i], own + layout.offsets[i]);
-    std::copy(op.used.begin(), op.used.end(), own + layout.used_offset);
-    const auto num_used = static_cast<int64_t>(op.used.size());
-    board_->begin({"reduce_scatter", op.tag, {}, layout.nbytes, num_used, details_of(op)});
+    std::copy(op.used.begin(), op.used.end(), own + layout.nbytes);
+    board_->begin({"reduce_scatter", op.tag, {}, nbytes, num_used, details_of(op)});
     sum_pieces(op, buffer);
     board_->end();
   });
@@ -288,9 +275,14 @@ void ShmCommunicator::sum_pieces(ReduceOp& op, const Region& buffer) {
       sum_range(0, s.numel, nullptr);
     }
   }
+  merge_flags(buffer, layout.nbytes, op.used);
+}
+
+void ShmCommunicator::merge_flags(const Region& buffer, int64_t offset,
+                                  std::vector<uint8_t>& flags) {
   for (int peer = 0; peer < size_; ++peer) {
-    const char* used = bytes_of(*buffer[peer]) + layout.used_offset;
-    for (size_t i = 0; i < op.used.size(); ++i) op.used[i] |= static_cast<uint8_t>(used[i]);
+    const char* theirs = bytes_of(*buffer[peer]) + offset;
+    for (size_t i = 0; i < flags.size(); ++i) flags[i] |= static_cast<uint8_t>(theirs[i]);
   }
 }
 
@@ -326,6 +318,21 @@ void ShmCommunicator::all_reduce(const Tag& tag, void* data, DType dtype, int64_
 void ShmCommunicator::barrier(const Tag& tag) {
   collective([&] {
     board_->begin({"barrier", tag, {}, 0, 0, 0});
+    board_->end();
+  });
+}
+
+void ShmCommunicator::agree(const Announcement& announcement, std::vector<uint8_t>& flags) {
+  collective([&] {
+    if (flags.empty()) {
+      board_->begin(announcement);
+      board_->end();
+      return;
+    }
+    const Region& buffer = next_send_buffer(announcement.tag, static_cast<int64_t>(flags.size()));
+    std::copy(flags.begin(), flags.end(), bytes_of(*buffer[rank_]));
+    board_->begin(announcement);
+    merge_flags(buffer, 0, flags);
     board_->end();
   });
 }

@@ -57,6 +57,7 @@ class ShmCommunicator final : public Communicator {
   void reduce_scatter(ReduceOp& op) override;
   void all_reduce(const Tag& tag, void* data, DType dtype, int64_t numel, double scale) override;
   void barrier(const Tag& tag) override;
+  void agree(const Announcement& announcement, std::vector<uint8_t>& flags) override;
 
   void leave_word(const std::string& text) override { board_->leave_note(text); }
   void close() override;
@@ -72,6 +73,7 @@ class ShmCommunicator final : public Communicator {
   const Region& next_send_buffer(const Tag& tag, int64_t nbytes);
   void check_gather(const GatherOp& op, int64_t region_bytes) const;
   void scatter_shard(const GatherOp& op, const Region& region);
+  void merge_flags(const Region& buffer, int64_t offset, std::vector<uint8_t>& flags);
   void sum_pieces(ReduceOp& op, const Region& buffer);
   void pack_for_peers(const ReduceSegment& segment, char* flat);
 

@@ -11,16 +11,16 @@
 namespace fsdpx {
 
 #ifdef FSDPX_CUDA
-std::shared_ptr<Stream> make_device_stream(c10::Device device) {
+std::shared_ptr<Stream> make_device_stream(c10::Device device, uintptr_t stream) {
   check(device.is_cuda() && device.has_index(), "a CUDA stream needs a CUDA device with an index");
   const auto current = [](int index) {
     return c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(index)).stream();
   };
-  const auto stream = c10::cuda::getStreamFromPool(/*isHighPriority=*/true, device.index());
-  return std::make_shared<cuda::DeviceStream>(device.index(), stream.stream(), current);
+  return std::make_shared<cuda::DeviceStream>(device.index(),
+                                              reinterpret_cast<cudaStream_t>(stream), current);
 }
 #else
-std::shared_ptr<Stream> make_device_stream(c10::Device) {
+std::shared_ptr<Stream> make_device_stream(c10::Device, uintptr_t) {
   check<std::runtime_error>(false,
                             "this build of fsdpx has no CUDA: build it where nvcc is found and "
                             "torch has CUDA");

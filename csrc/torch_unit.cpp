@@ -146,7 +146,8 @@ std::vector<ConstSpan> Unit::take_gradients(const SegmentLayout& segment,
   return spans;
 }
 
-void Unit::accumulate(const std::vector<std::pair<int64_t, uintptr_t>>& buffers, bool first) {
+void Unit::accumulate(Communicator& communicator,
+                      const std::vector<std::pair<int64_t, uintptr_t>>& buffers, bool first) {
   for (const auto& [index, buffer] : buffers) {
     const SegmentLayout& segment = segments_.at(index);
     std::vector<at::Tensor> keep_alive;
@@ -154,8 +155,8 @@ void Unit::accumulate(const std::vector<std::pair<int64_t, uintptr_t>>& buffers,
     int64_t numel = 0;
     for (const auto& entry : segment.entries) numel = std::max(numel, entry.offset + entry.numel);
     py::gil_scoped_release release;
-    pack(spans, segment.gradient, reinterpret_cast<void*>(buffer), segment.accumulator, numel, 1.0,
-         !first);
+    communicator.pack_gradients(spans, segment.gradient, reinterpret_cast<void*>(buffer),
+                                segment.accumulator, numel, !first);
   }
 }
 
@@ -185,7 +186,9 @@ Reduction Unit::reduce(Stream& stream, std::shared_ptr<Communicator> communicato
     }
     op->segments.push_back(std::move(out));
   }
-  auto event = issue_reduce_scatter(stream, std::move(communicator), op, keep_alive, recorder);
+  const py::gil_scoped_release release;  // on a GPU the task runs here
+  auto event =
+      issue_reduce_scatter(stream, std::move(communicator), op, std::move(keep_alive), recorder);
   return {std::move(event), std::move(op)};
 }
 

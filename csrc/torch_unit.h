@@ -85,7 +85,8 @@ class Unit {
 
   // Adds the leaves' gradients to flat buffers (in the accumulator dtype; `first`: overwrites) and
   // drops them.
-  void accumulate(const std::vector<std::pair<int64_t, uintptr_t>>& buffers, bool first);
+  void accumulate(Communicator& communicator,
+                  const std::vector<std::pair<int64_t, uintptr_t>>& buffers, bool first);
 
   // Issues one reduce-scatter of all `targets`; the leaves' gradients are dropped when it has read
   // them.

@@ -27,13 +27,22 @@ from . import (
     schedule,
     unit,
 )
+from .clip import clip_grad_norm_
 from .describe import Description, describe
 from .errors import CommTimeout, DesyncError
+from .flat_parameters import FlatParameter, flat_parameters
 from .full_parameters import full_parameters
 from .fully_shard import fully_shard
-from .module import FSDPModule, UnshardHandle, no_sync, register_fsdp_forward_method
+from .module import (
+    FSDPModule,
+    UnshardHandle,
+    no_sync,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 from .parameter import ShardedTensor
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .sync import sync_module_states, unequal_states
 from .timeline import record_timeline
 from .torch_private import leave_to_eager
 from .verify import verify
@@ -84,6 +93,7 @@ __all__ = [
     "Description",
     "DesyncError",
     "FSDPModule",
+    "FlatParameter",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
@@ -96,13 +106,18 @@ __all__ = [
     "ShardingStrategy",
     "StateDictType",
     "UnshardHandle",
+    "clip_grad_norm_",
     "comm",
     "describe",
+    "flat_parameters",
     "full_parameters",
     "fully_shard",
     "no_sync",
     "ops",
     "record_timeline",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
+    "sync_module_states",
+    "unequal_states",
     "verify",
 ]

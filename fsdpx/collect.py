@@ -33,7 +33,9 @@ def managed_modules(modules: Sequence[nn.Module], own: Unit | None = None) -> se
     return found
 
 
-def collect(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[Managed]:
+def collect(
+    modules: Sequence[nn.Module], ignored: set[nn.Parameter], device: torch.device
+) -> list[Managed]:
     """The unit's parameters in registration order; one that several modules hold appears once."""
     managed = managed_modules(modules)
     ignored_ids = {id(parameter) for parameter in ignored}
@@ -46,19 +48,25 @@ def collect(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[Ma
                 if parameter is None or id(parameter) in ignored_ids:
                     continue
                 path = f"{prefix}.{name}" if prefix else name
-                _check_parameter(path, parameter)
+                _check_parameter(path, parameter, device)
                 entry = found.setdefault(id(parameter), Managed(path, parameter, []))
                 if (module, name) not in entry.owners:
                     entry.owners.append((module, name))
     return list(found.values())
 
 
-def _check_parameter(path: str, parameter: torch.Tensor) -> None:
+def _check_parameter(path: str, parameter: torch.Tensor, device: torch.device) -> None:
     if isinstance(parameter, ShardedTensor):
         raise ValueError(
             f"fully_shard: parameter '{path}' is shared with '{parameter._spec.name}', which is "
             f"already in the unit of {parameter._module or 'another module'}: shard the module "
             "that encloses both, without sharding them on their own"
+        )
+    if type(parameter).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise ValueError(
+            f"fully_shard: parameter '{path}' is a {type(parameter).__name__}, a tensor that "
+            "computes in its own way, which flat shards cannot hold: store plain tensors, or "
+            "name it in ignored_params"
         )
     if parameter.layout is not torch.strided:
         raise ValueError(
@@ -73,7 +81,8 @@ def _check_parameter(path: str, parameter: torch.Tensor) -> None:
         raise ValueError(
             f"fully_shard: parameter '{path}' is not initialised: run a lazy module once before"
         )
-    if parameter.device.type not in ("cpu", "meta"):
+    if parameter.device.type not in ("cpu", "meta", device.type):
         raise ValueError(
-            f"fully_shard: parameter '{path}' is on {parameter.device}: only CPU is supported yet"
+            f"fully_shard: parameter '{path}' is on {parameter.device}, its mesh on {device}: move "
+            "the model, or give a mesh on its device"
         )

@@ -138,7 +138,7 @@ def _describe_unit(unit: Unit, schedule: Schedule) -> UnitDescription:
         shard_bytes=layout.shard_bytes,
         gradient_bytes=layout.trainable_bytes,
         zero_stage=unit.zero.stage,
-        kept=schedule.residency.is_kept(unit),
+        kept=schedule.residency.has_own_memory(unit),
     )
 
 

@@ -35,6 +35,11 @@ def dtype_code(dtype: torch.dtype) -> int:
     return code
 
 
+def torch_dtype(code: int) -> torch.dtype:
+    """The floating dtype of a native code."""
+    return next(dtype for dtype, known in _FLOATING.items() if known == code)
+
+
 def has_arithmetic(dtype: torch.dtype) -> bool:
     """Whether elements of `dtype` can be cast, scaled and added (else only copied)."""
     return dtype in _FLOATING

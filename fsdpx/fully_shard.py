@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .attributes import install_parameters, replace_in_lists, watch
 from .collect import collect, managed_modules
+from .comm import KINDS
 from .hooks import sharded_class
 from .layout import Granularity
 from .mesh import ShardGroup, resolve_mesh
@@ -19,8 +20,6 @@ from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .probe import check_torch
 from .unit import Unit, UnitOptions, unit_of
 from .zero import STAGES
-
-_KINDS = ("auto", "shm", "c10d")
 
 
 @overload
@@ -53,8 +52,8 @@ def fully_shard(  # type: ignore[misc]  # the overloads leave the options to thi
     Args:
         module: A module, or a list of modules that form one unit. Its class is swapped for one that
             is also an `FSDPModule`; names, hooks and `requires_grad` stay as they were.
-        mesh: 1-D mesh of the ranks that share the parameters. None: the default process group, or a
-            single process.
+        mesh: 1-D mesh of the ranks that share the parameters, on CPU or CUDA. None: the default
+            process group, or a single process, on the current GPU if a parameter is on a GPU.
         reshard_after_forward: Whether to free the parameters between forward and backward. None:
             as `zero_stage` wants; in stage 3 True, but False for the outermost module, whose
             parameters backward needs at once. The number of ranks that share the parameters counts
@@ -71,7 +70,8 @@ def fully_shard(  # type: ignore[misc]  # the overloads leave the options to thi
         granularity: What a rank's share must not cut: "element" (nothing), "row", "parameter", or a
             block of that many elements; or a function of name and parameter that says which. Of a
             "parameter" one rank has all, so optimizers may treat it as a matrix (Muon, Adafactor).
-        comm: "auto", "shm" (ranks of one host) or "c10d" (any process group).
+        comm: "auto", "c10d" (any process group), on CPU also "shm" (ranks of one host), on CUDA
+            "nccl"; see `fsdpx.comm.create`.
 
     Returns:
         `module`.
@@ -88,7 +88,7 @@ def fully_shard(  # type: ignore[misc]  # the overloads leave the options to thi
     policy = mp_policy or MixedPrecisionPolicy()
     _check_options(prefetch, shard_placement_fn, offload_policy, zero_stage, comm)
     _check_modules(modules)
-    group, device = resolve_mesh(mesh, comm)
+    group, device = resolve_mesh(mesh, comm, (p for m in modules for p in m.parameters()))
     reshard = _check_reshard(reshard_after_forward, zero_stage, group.size)
     options = UnitOptions(policy, reshard, prefetch, granularity, zero_stage)
     make_unit(modules, group, device, options, ignored_params or set())
@@ -115,7 +115,7 @@ def make_unit(
         ignored: Parameters to leave as they are.
         caller: The module whose calls are the unit's; the modules themselves if None.
     """
-    parameters = collect(modules, ignored)
+    parameters = collect(modules, ignored, device)
     originals = {id(managed.original): managed for managed in parameters}
     with torch.inference_mode(False):  # shards are written to in training
         unit = Unit(modules, parameters, group, options, device)
@@ -144,8 +144,8 @@ def _check_options(
         raise ValueError(f"fully_shard: zero_stage must be 1, 2 or 3, got {stage!r}")
     if not isinstance(prefetch, int) or prefetch < 0:
         raise ValueError(f"fully_shard: prefetch must be an integer >= 0, got {prefetch!r}")
-    if comm not in _KINDS:
-        raise ValueError(f"fully_shard: comm must be one of {', '.join(_KINDS)}; got {comm!r}")
+    if comm not in KINDS:
+        raise ValueError(f"fully_shard: comm must be one of {', '.join(KINDS)}; got {comm!r}")
 
 
 def _check_reshard(value: bool | int | None, stage: int, size: int) -> bool | None:

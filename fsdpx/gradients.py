@@ -98,8 +98,8 @@ class Gradients:
                 flat = torch.zeros(segment.numel, dtype=dtype, device=unit.device)
                 self.accumulated[number] = flat
                 made.append((number, flat.data_ptr()))
-        unit.native.accumulate(before, False)
-        unit.native.accumulate(made, True)
+        unit.native.accumulate(unit.comm.native, before, False)
+        unit.native.accumulate(unit.comm.native, made, True)
 
     def reduce(self, scale: float) -> None:
         """Issues the reduction of all gradients so far; `deliver` ends it.
@@ -172,6 +172,7 @@ class Gradients:
                 if self.unit.all_reduce_hook is not None:
                     self.unit.all_reduce_hook(flat)
                 self.buffers[number].flat.add_(flat)
+        self.unit.comm.in_flight.prune()  # full gradients go now, not at the next collective
         if self.partial:  # the other replicas have not heard of it yet
             self.partial_used = used
             return False, False

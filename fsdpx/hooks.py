@@ -86,6 +86,17 @@ def schedule_of(module: nn.Module, unit: Unit) -> Schedule:
     return schedule
 
 
+def make_schedules(module: nn.Module) -> dict[Unit, Schedule]:
+    """The schedules of all units of a model, made now for those that were never called."""
+    found = {}
+    for outer in module.modules():
+        unit = unit_of(outer)
+        if unit is not None:
+            schedule_of(outer, unit)
+            found[unit] = unit.listener
+    return found
+
+
 def all_schedules(module: nn.Module) -> list[Schedule]:
     found = (unit.listener for unit in units(module))
     return list(dict.fromkeys(schedule for schedule in found if schedule is not None))

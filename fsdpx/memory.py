@@ -4,6 +4,9 @@
 so all ranks must put a unit at the same place. Every decision here depends only on the order of
 takes and gives, which is the order of the program and so the same everywhere; each collective
 carries its place in its check word, so a rank that differs is an error before data moves.
+
+[Note: Freed places] On a GPU a unit is freed while the kernels that read it are still queued. So a
+freed place carries a mark of that moment, and a gather into any part of it begins after the mark.
 """
 
 from __future__ import annotations
@@ -13,16 +16,25 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from . import _C
 from .comm import Communicator
 
 
 class Place(NamedTuple):
-    """Bytes ``[offset, offset + num_bytes)`` of a region; on this rank they are at `pointer`."""
+    """Bytes ``[offset, offset + num_bytes)`` of a region; on this rank they are at `pointer`.
+
+    Once all of `free_after` have passed, nobody reads what was there before.
+    """
 
     region: int
     offset: int
     num_bytes: int
     pointer: int
+    free_after: tuple[_C.Event, ...] = ()
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.num_bytes
 
 
 class Region:
@@ -45,7 +57,7 @@ class Region:
 
 def _release(comm: Communicator, number: int) -> None:
     if not comm.closed:
-        comm.in_flight.when_idle(lambda: comm.native.release(number))
+        comm.release(number)
 
 
 class Ledger:
@@ -80,6 +92,10 @@ class Ledger:
 
     def give(self, offset: int) -> None:
         del self._taken[offset]
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._taken
 
 
 _STEP = 128  # units are multiples of it
@@ -126,6 +142,7 @@ class Arena:
     def __init__(self, comm: Communicator, num_bytes: int) -> None:
         self.region = Region(comm, num_bytes)
         self._ledger = Ledger(num_bytes)
+        self._freed: list[Place] = []  # whose marks nobody has followed yet
 
     @property
     def num_bytes(self) -> int:
@@ -133,10 +150,26 @@ class Arena:
 
     def take(self, num_bytes: int) -> Place | None:
         offset = self._ledger.take(num_bytes)
-        return None if offset is None else self.region.place(offset, num_bytes)
+        if offset is None:
+            return None
+        place = self.region.place(offset, num_bytes)
+        before = [f for f in self._freed if f.offset < place.end and f.end > offset]
+        self._forget_covered(place)
+        return place._replace(free_after=tuple(mark for f in before for mark in f.free_after))
 
     def give(self, place: Place) -> None:
         self._ledger.give(place.offset)
+        if place.free_after:
+            self._forget_covered(place)
+            self._freed.append(place)
+
+    def _forget_covered(self, place: Place) -> None:
+        """What comes to `place` has followed the marks there, or will."""
+        self._freed = [f for f in self._freed if f.offset < place.offset or f.end > place.end]
+
+    @property
+    def is_borrowed(self) -> bool:
+        return not self._ledger.is_empty
 
 
 class Overflow:
@@ -148,7 +181,7 @@ class Overflow:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self._free: list[Region] = []
+        self._free: dict[Region, tuple[_C.Event, ...]] = {}  # oldest first, and free after what
         self._taken: dict[int, Region] = {}
 
     def take(self, num_bytes: int) -> Place:
@@ -156,16 +189,17 @@ class Overflow:
         region = min(fitting, key=lambda r: r.num_bytes, default=None)
         if region is None:
             region = Region(self._comm, num_bytes)
-        else:
-            self._free.remove(region)
-        place = region.place(0, num_bytes)
+        free_after = self._free.pop(region, ())
+        place = region.place(0, num_bytes)._replace(free_after=free_after)
         self._taken[place.region] = region
         return place
 
     def give(self, place: Place) -> None:
-        self._free.append(self._taken.pop(place.region))
+        self._free[self._taken.pop(place.region)] = place.free_after
         while len(self._free) > self.KEPT_FREE:
-            self._free.pop(0).release()
+            oldest = next(iter(self._free))
+            del self._free[oldest]
+            oldest.release()
 
     def regions(self) -> Iterable[Region]:
         return [*self._free, *self._taken.values()]
@@ -185,6 +219,11 @@ class Memory:
         """Bytes of all arenas and overflow regions on this rank."""
         arenas = sum(arena.num_bytes for arena in self._arenas.values())
         return arenas + sum(region.num_bytes for region in self._overflow.regions())
+
+    @property
+    def is_borrowed(self) -> bool:
+        """Whether any unit is in an arena."""
+        return any(arena.is_borrowed for arena in self._arenas.values())
 
     @property
     def arena_num_bytes(self) -> dict[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ class ShardGroup:
             torch.distributed.
         rank: This rank in that group.
         size: Number of ranks that share it, D.
-        kind: Communicator asked for: "auto", "shm", "c10d".
+        kind: Communicator asked for; see `fsdpx.comm.create`.
         replicate_group: Of the ranks that hold the same share (HSDP); None without replicas.
         num_replicas: Number of those.
     """
@@ -31,27 +32,40 @@ class ShardGroup:
     replicate_group: Any = None
     num_replicas: int = 1
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of all ranks that share or hold copies."""
+        replica = self.replicate_group
+        return self.rank == 0 and (replica is None or dist.get_rank(replica) == 0)
 
-def resolve_mesh(mesh: DeviceMesh | None, kind: str) -> tuple[ShardGroup, torch.device]:
+
+def resolve_mesh(
+    mesh: DeviceMesh | None, kind: str, parameters: Iterable[torch.Tensor] = ()
+) -> tuple[ShardGroup, torch.device]:
     """The group and the device of a mesh.
 
     Args:
         mesh: None: the default process group, or a single process. 1-D: its ranks share. 2-D:
             dimension 0 replicates, dimension 1 shares (HSDP).
         kind: Communicator to use.
+        parameters: Without a mesh, the device is the current GPU if one of them is on a GPU, else
+            CPU.
 
     Raises:
-        ValueError: If the mesh is on another device than CPU or has more than two dimensions.
+        ValueError: If the mesh is on another device than CPU or CUDA or has more than two
+            dimensions.
     """
-    device = torch.device("cpu")
     if mesh is None:
+        on_gpu = any(parameter.is_cuda for parameter in parameters)
+        device = _current_device("cuda" if on_gpu else "cpu")
         if not dist.is_initialized():
             return ShardGroup(None, 0, 1, kind), device
         return shard_group(dist.group.WORLD, kind), device
-    if mesh.device_type != "cpu":
+    if mesh.device_type not in ("cpu", "cuda"):
         raise ValueError(
-            f"fully_shard: a mesh on {mesh.device_type} is not supported yet: only CPU meshes are"
+            f"fully_shard: a mesh on {mesh.device_type} is not supported: only CPU and CUDA are"
         )
+    device = _current_device(mesh.device_type)
     if mesh.ndim == 1:
         return shard_group(mesh.get_group(), kind), device
     if mesh.ndim == 2:
@@ -60,6 +74,11 @@ def resolve_mesh(mesh: DeviceMesh | None, kind: str) -> tuple[ShardGroup, torch.
         f"fully_shard: the mesh has {mesh.ndim} dimensions; give one with 1 (share) or 2 "
         "(replicate, share)"
     )
+
+
+def _current_device(kind: str) -> torch.device:
+    """CPU, or the current GPU: the rank's own, as `torch.cuda.set_device` chose it."""
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 def shard_group(group: Any, kind: str, replicate: Any = None) -> ShardGroup:

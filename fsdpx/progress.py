@@ -27,7 +27,8 @@ class Progress:
 
     def _tell(self, phase: int) -> None:
         for comm in self.communicators:
-            comm.native.set_moment(self._step, self._forward, phase)
+            for native in {comm.native, comm.control.native}:
+                native.set_moment(self._step, self._forward, phase)
 
     def begin_forward(self) -> None:
         """The outermost forward begins."""

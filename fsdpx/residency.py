@@ -25,22 +25,38 @@ class Residency:
         for unit in units:
             if unit.gathered_bytes and unit.comm not in self.memories:
                 self.memories[unit.comm] = Memory(unit.comm)
+        self._with_own: list[Unit] | None = None  # for whom the arenas need no room
         self.size_arenas(units)
 
     def size_arenas(self, order: Sequence[Unit]) -> None:
-        """Gives every level an arena for any `prefetch + 1` consecutive units of `order`.
-        Collective.
+        """Gives every level an arena for any `prefetch + 1` consecutive units of `order`, those
+        with memory of their own aside. Collective; does nothing while a unit is in an arena.
         """
+        if any(memory.is_borrowed for memory in self.memories.values()):
+            return
+        self._with_own = self._find_with_own()
+        scheduled = [u for u in order if u.gathered_bytes and not self.has_own_memory(u)]
         for comm, memory in self.memories.items():
             for level in sorted(set(self.levels.values())):
-                mine = [u for u in order if u.gathered_bytes and u.comm is comm]
-                mine = [u for u in mine if self.levels[u] == level and not self.is_kept(u)]
+                mine = [u for u in scheduled if u.comm is comm and self.levels[u] == level]
                 window = 1 + max((unit.options.prefetch for unit in mine), default=0)
                 memory.resize(level, arena_bytes([u.gathered_bytes for u in mine], window))
+
+    def _find_with_own(self) -> list[Unit]:
+        return [unit for unit in self.levels if self.has_own_memory(unit)]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the arenas were made for what the user wants to be kept now."""
+        return self._with_own == self._find_with_own()
 
     def is_kept(self, unit: Unit) -> bool:
         """Whether a unit stays gathered from its forward to its backward, or longer."""
         return unit.zero.keeps_after_forward(is_root=self.levels[unit] == 0)
+
+    def has_own_memory(self, unit: Unit) -> bool:
+        """Whether a unit stays gathered while others are, and so can't share memory with them."""
+        return self.is_kept(unit) or unit.zero.keeps_after_backward
 
     # ---- Gathering
 
@@ -63,11 +79,11 @@ class Residency:
 
     def _place(self, unit: Unit) -> Place:
         memory = self.memories[unit.comm]
-        if unit.kept_by_user or self.is_kept(unit):
+        if unit.kept_by_user or self.has_own_memory(unit):
             if unit not in self._own:
                 self._own[unit] = memory.take_overflow(unit.gathered_bytes)
             return self._own[unit]
-        if unit in self._own:  # it is kept no longer
+        if unit in self._own:  # it has no memory of its own any longer
             memory.give(self._own.pop(unit))
         level = self.levels[unit]
         while (place := memory.take(level, unit.gathered_bytes)) is None:
@@ -100,10 +116,14 @@ class Residency:
         place = unit.free()
         del self._resident[unit]
         unit.native.set_notify(False)
-        if self._own.get(unit) is not place:
+        own = self._own.get(unit)
+        if own is None or own.region != place.region:
             self.memories[unit.comm].give(place)
-        elif not self.is_kept(unit):  # unshard() by the user lent it
-            self.memories[unit.comm].give(self._own.pop(unit))
+        elif self.has_own_memory(unit):
+            self._own[unit] = place
+        else:  # unshard() by the user lent it
+            del self._own[unit]
+            self.memories[unit.comm].give(place)
 
     def free_others(self, keep: Callable[[Unit], bool]) -> None:
         """Frees all but the units that `keep` names, that run, or that the user keeps."""

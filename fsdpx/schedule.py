@@ -20,7 +20,8 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -35,6 +36,13 @@ from .unit import Phase, Storage, Unit
 _MAX_REDUCTIONS = 2  # in flight: one that runs, and one to follow it
 
 
+class AroundForwards(NamedTuple):
+    """What a context in which parameters are not as usual does for outermost forwards inside."""
+
+    before: Callable[[Unit], None]
+    after: Callable[[], None]
+
+
 class Schedule:
     """Runs the units of one root module.
 
@@ -46,9 +54,11 @@ class Schedule:
     def __init__(self, units: Sequence[Unit], levels: dict[Unit, int]) -> None:
         self.units = list(units)
         self.levels = levels
+        self.around_forwards: list[AroundForwards] = []
         earlier: dict[Unit, Gradients] = {}
         for schedule in {unit.listener for unit in units} - {None}:
             earlier |= schedule.gradients
+            self.around_forwards += schedule.around_forwards
         self.gradients = {unit: earlier.get(unit) or Gradients(unit) for unit in units}
         self.residency = Residency(units, levels)
         self._progress = Progress(units)
@@ -90,6 +100,8 @@ class Schedule:
             self._begin_backward()
         elif self._depth == 0:
             self._check_unbroken()
+            for around in self.around_forwards:
+                around.before(unit)
             self._progress.begin_forward()
             self._forward.follow(self._forward.known)
             self._forward_now, self._ended = [], []
@@ -131,7 +143,8 @@ class Schedule:
         if chosen is None:
             chosen = order.next(unit.options.prefetch)
         for following in chosen:
-            if following.storage is Storage.SHARDED and not following.pins:
+            mine = following.listener is self  # a child may be called by itself
+            if mine and following.storage is Storage.SHARDED and not following.pins:
                 self.residency.gather(following)
 
     def end_forward(self, unit: Unit, ok: bool) -> None:
@@ -171,14 +184,16 @@ class Schedule:
 
     def _end_forwards(self, ok: bool) -> None:
         """The outermost forward has ended: units gathered on a wrong guess are freed."""
+        for around in self.around_forwards:
+            around.after()
         self.residency.free_others(keep=self.residency.is_kept)
         for unit in self.units:
             unit.num_calls = 0
         if ok:
             first = not self._forward.known
             self._forward.follow(self._forward_now)
-            if first:
-                self.residency.size_arenas(self._forward_now)
+            if first or not self.residency.fits:
+                self.residency.size_arenas(self._forward_now if first else self.units)
         else:
             self._participants.clear()
             self._broken |= self._has_pending()

@@ -179,3 +179,12 @@ def original_of(managed: Managed) -> nn.Parameter | ShardedTensor:
     """The parameter before sharding."""
     assert managed.original is not None
     return managed.original
+
+
+def take_edits(full: torch.Tensor, sharded: ShardedTensor) -> None:
+    """Writes this rank's piece of a whole value to the sharded one, where they differ."""
+    piece, local = sharded._spec.piece(full.detach()), sharded.to_local()
+    # Only what was edited: the rest would lose what the dtype of `full` cannot hold.
+    edited = piece != local.to(piece.dtype)
+    if edited.any():
+        local[edited] = piece[edited].to(local.dtype)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import enum
+import os
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,9 +22,11 @@ from .layout import Granularity, ParameterInfo, UnitLayout, plan_unit
 from .memory import Place
 from .mesh import ShardGroup
 from .policies import MixedPrecisionPolicy
-from .shards import Managed, Shards, original_of
+from .shards import Managed, Shards, original_of, take_edits
 from .zero import ZeroPolicy
 
+# Freed parameters become NaN: whoever still reads them is found out.
+POISON = os.environ.get("FSDPX_POISON") == "1"
 WAIT_FOREVER = 1e8  # seconds: the communicators' own limits end every collective
 
 
@@ -121,6 +125,7 @@ class Unit:
         self._version = self.native.version()
         self._attached: int | None = None  # generation of what was gathered last
         self._plan_gather: _C.GatherPlan | None = None
+        self._followed: int | None = None  # generation whose writes the stream has followed
         self._comm: Communicator | None = None
         self._replicate_comm: Communicator | None = None
         self.zero = ZeroPolicy(options.zero_stage, options.reshard_after_forward)
@@ -223,7 +228,9 @@ class Unit:
         if self._comm is None:
             from . import comm
 
-            self._comm = comm.create(self.group.process_group, kind=self.group.kind)
+            self._comm = comm.create(
+                self.group.process_group, kind=self.group.kind, device=self.device
+            )
         return self._comm
 
     @property
@@ -232,7 +239,12 @@ class Unit:
         if self._replicate_comm is None and self.group.num_replicas > 1:
             from . import comm
 
-            self._replicate_comm = comm.create(self.group.replicate_group, kind=self.group.kind)
+            self._replicate_comm = comm.create(
+                self.group.replicate_group,
+                kind=self.group.kind,
+                device=self.device,
+                beside=self.comm,
+            )
         return self._replicate_comm
 
     def forget_closed(self) -> None:
@@ -313,9 +325,15 @@ class Unit:
     def start_gather(self, place: Place) -> None:
         """Issues the all-gather into `place`."""
         comm = self.comm
+        generation = self.generation  # this rank's own: writes need not be alike on all ranks
         if self._plan_gather is None:
             self._plan_gather = self._make_gather_plan()
-        generation = self.generation  # this rank's own: writes need not be alike on all ranks
+            self._followed = None
+        if self._followed != generation:  # what wrote to the shards may still be queued
+            comm.stream.follow(comm.stream.mark())
+            self._followed = generation
+        for mark in place.free_after:
+            comm.stream.follow(mark)
         issue_ns = time.monotonic_ns()
         event = comm.native.all_gather(
             comm.stream,
@@ -372,39 +390,42 @@ class Unit:
         """Which of the flags are set on any rank of `group`; collective, in the order of issue."""
         if group.size == 1:
             return list(flags)
-        counts = torch.tensor(flags, dtype=torch.float32)
-        where = (counts.data_ptr(), code(counts.dtype), counts.numel())
-        self.wait(group.native.all_reduce(self.comm.stream, self.name, *where))
-        return [count > 0 for count in counts.tolist()]
+        control = group.control
+        counts = array("f", flags)  # not a tensor: torch.func would wrap it
+        address, numel = counts.buffer_info()
+        where = (address, code(torch.float32), numel)
+        self.wait(control.native.all_reduce(control.stream, self.name, *where))
+        return [count > 0 for count in counts]
 
     def free(self) -> Place:
         """Detaches the full parameters; the caller gives the returned place back."""
         gathered = self.gathered
         assert gathered is not None
         self.native.detach()
+        comm, place = self.comm, gathered.place
+        if POISON:
+            comm.native.poison(place.pointer, place.num_bytes)
+        if (mark := comm.stream.mark()) is not None:
+            place = place._replace(free_after=(mark,))
         self.gathered = None
         self._move(Storage.SHARDED)
         recorder = self.comm.recorder
         if recorder.enabled:
             begin, end = gathered.issue_ns, time.monotonic_ns()
             recorder.record("resident", self.name, "full", begin, begin, end, 0)
-        return gathered.place
+        return place
 
     def write_back(self) -> None:
         """Takes this rank's piece of every full parameter over into the shard, where it differs."""
-        if self.storage is not Storage.GATHERED or self.native.version() == self._version:
+        if self.storage is not Storage.GATHERED:
             return
-        if self.is_stale:
-            self.check_unedited()  # both were edited: raises
+        if self.is_stale:  # what differs was edited in the shard
+            self.check_unedited()
+            return
         with torch.no_grad():
             for managed in self.parameters:
-                spec = managed.sharded._spec
-                full = managed.leaf.detach().reshape(-1)[spec.begin : spec.end]
-                piece = managed.sharded.to_local()
-                # Only what was edited: the rest would lose what the compute dtype cannot hold.
-                edited = full != piece.to(full.dtype)
-                if edited.any():
-                    piece[edited] = full[edited].to(piece.dtype)
+                # Values are compared: edits through `.data` move no version.
+                take_edits(managed.leaf, managed.sharded)
 
     def check_unchanged(self) -> None:
         """Raises if the shards were changed since they were last gathered: a backward that reads

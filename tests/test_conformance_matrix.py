@@ -20,7 +20,9 @@ from conformance.matrix import (
 from conformance.patterns import PATTERNS
 
 OURS = [door for door in DOORS if door != STOCK]
-LISTED = re.compile(r"- (?P<door>[^/]+) / (?P<kind>[^/]+) / (?P<pattern>[^/(]+) \((?P<where>[^)]+)\)")
+LISTED = re.compile(
+    r"- (?P<door>[^/]+) / (?P<kind>[^/]+) / (?P<pattern>[^/(]+) \((?P<where>[^)]+)\)"
+)
 
 
 def documented() -> set[Cell]:

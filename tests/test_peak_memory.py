@@ -31,6 +31,7 @@ class Layer(nn.Module):
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.second = nn.Linear(WIDTH, WIDTH)
+        self.when_last: Callable[[], None] | None = None  # what to call in the last micro-batch
         self.at_last_gradient: Callable[[], None] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,38 +71,60 @@ def proportional_bytes() -> int:
     return (sizes["Pss_Anon:"] + sizes["Pss_Shmem:"]) * 1024
 
 
-def make(num_layers: int, prefetch: int, dtype: torch.dtype | None) -> Any:
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How to train.
+
+    Attributes:
+        stages: ZeRO stages of the layers, in turn.
+        prefetch: Units gathered ahead.
+        dtypes: For computation and for reductions, if not fp32.
+    """
+
+    stages: tuple[int, ...] = (3,)
+    prefetch: int = 1
+    dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None)
+
+
+def make(num_layers: int, way: Way) -> Any:
     """A sharded model on a process group of its own: its communicator has no buffers yet."""
     from fsdpx import MixedPrecisionPolicy, fully_shard
 
     mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
-    options = {"mesh": mesh, "prefetch": prefetch, "mp_policy": MixedPrecisionPolicy(dtype)}
+    policy = MixedPrecisionPolicy(*way.dtypes)
+    options = {"mesh": mesh, "prefetch": way.prefetch, "mp_policy": policy}
     torch.manual_seed(0)
     model = Model(num_layers)
-    for layer in model.layers:
-        fully_shard(layer, **options)
+    for number, layer in enumerate(model.layers):
+        fully_shard(layer, zero_stage=way.stages[number % len(way.stages)], **options)
     return fully_shard(model, **options)
 
 
-def step(model: Any) -> None:
-    model(torch.randn(1, WIDTH, requires_grad=True)).float().square().sum().backward()
+def step(model: Any, way: Way) -> None:
+    """Two micro-batches if that makes a difference, else one."""
+    for is_last in [False, True] if 1 in way.stages else [True]:
+        model.set_is_last_backward(is_last)
+        if is_last:
+            for layer in model.layers:
+                layer.at_last_gradient = layer.when_last
+        model(torch.randn(1, WIDTH, requires_grad=True)).float().square().sum().backward()
 
 
-def measure(rank: int, world_size: int, prefetch: int, dtype: torch.dtype | None) -> Measured:
+def measure(rank: int, world_size: int, way: Way) -> Measured:
     """Trains for a few steps and samples this process's memory in the backward of the last."""
     import fsdpx
     from fsdpx.unit import communicators
 
     # Blocks of a MiB and more go back to the system when they are freed.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB)
-    warm_up = make(1, prefetch, dtype)  # what the first step of all allocates for good
-    step(warm_up)
+    warm_up = make(1, way)  # what the first step of all allocates for good
+    step(warm_up, way)
     gc.collect()
     dist.barrier()  # the peers have let go of what earlier tests shared, too
     before = proportional_bytes()
-    model = make(NUM_LAYERS, prefetch, dtype)
+    model = make(NUM_LAYERS, way)
     for _ in range(3):
-        step(model)
+        step(model, way)
     samples: list[int] = []
     (comm,) = communicators(model)
 
@@ -111,19 +134,15 @@ def measure(rank: int, world_size: int, prefetch: int, dtype: torch.dtype | None
         samples.append(proportional_bytes())
 
     for layer in model.layers:
-        layer.at_last_gradient = sample
-    step(model)
+        layer.when_last = sample
+    step(model, way)
     assert len(samples) == NUM_LAYERS
     memory = fsdpx.describe(model).memory
     return Measured(max(samples) - before, memory.total, memory.send_buffers)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_step_takes_what_the_formula_says(world_size: int, prefetch: int, dtype: str) -> None:
-    param_dtype = torch.bfloat16 if dtype == "bf16" else None
-    measured = run_ranks(world_size, measure, prefetch, param_dtype, timeout=120)
+def check(world_size: int, way: Way) -> None:
+    measured = run_ranks(world_size, measure, way, timeout=120)
     taken = sum(m.taken for m in measured)
     described = sum(m.described for m in measured)
     text = f"{taken / MIB:.1f} MiB taken, {described / MIB:.1f} MiB described"
@@ -132,3 +151,21 @@ def test_a_step_takes_what_the_formula_says(world_size: int, prefetch: int, dtyp
     untouched = sum(m.send_buffers for m in measured) if world_size == 1 else 0
     slack = 0.02 * described + SLACK_BYTES * world_size
     assert described - untouched - slack <= taken <= described + slack, text
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_takes_what_the_formula_says(world_size: int, prefetch: int, dtype: str) -> None:
+    param_dtype = torch.bfloat16 if dtype == "bf16" else None
+    check(world_size, Way(prefetch=prefetch, dtypes=(param_dtype, None)))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stages", [(1,), (2,), (1, 2, 3)], ids=str)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_stages_take_what_the_formula_says(
+    world_size: int, stages: tuple[int, ...], dtype: str
+) -> None:
+    dtypes = (torch.bfloat16, torch.float32) if dtype == "bf16" else (None, None)
+    check(world_size, Way(stages=stages, dtypes=dtypes))

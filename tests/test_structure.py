@@ -38,7 +38,7 @@ PYTHON_ROWS = (
     ("gradients", "collect", "order", "progress", "attributes", "residency"),
     ("schedule", "changes", "copies"),
     ("hooks",),
-    ("module", "describe", "full_parameters"),
+    ("module", "describe", "full_parameters", "flat_parameters", "clip", "sync"),
     ("fully_shard",),
     ("fsdp1",),
     ("timeline", "checkpoint", "verify"),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 NUM_MICRO_BATCHES = 3
 WIDTH = 32
@@ -113,3 +114,116 @@ def test_collectives_and_bytes_of_a_step(
         share = (world_size - 1) / world_size
         assert wire["all_gather"] == gathered * share
         assert wire["reduce_scatter"] == reduced * share
+
+
+# ---- What is kept
+
+
+def gathers(model: Any, run: Callable[[], object]) -> Counter[str]:
+    """How often each unit is gathered while `run` runs."""
+    import fsdpx
+
+    with fsdpx.record_timeline(model) as timeline:
+        run()
+    return Counter(r.unit for r in timeline.records if r.operation == "all_gather")
+
+
+def change_mind(rank: int, world_size: int) -> list[Counter[str]]:
+    """Gathers of two micro-batches after the user has said otherwise, and those of a step after
+    the user has freed or gathered a unit.
+    """
+    from fsdpx import fully_shard
+
+    model = shard(make_reference(), (2, 2, 3))
+    x = batch(0, rank).requires_grad_()
+
+    def step() -> None:
+        for _ in range(2):
+            model(x).square().sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.9)
+
+    step()
+    model[0].set_reshard_after_forward(True)
+    model[1].set_reshard_after_backward(True)
+    model[2].set_reshard_after_backward(False)
+    found = [gathers(model, step)]
+    model[0].set_reshard_after_forward(False)
+    model[1].set_reshard_after_backward(False)
+    step()
+    model[0].unshard()
+    model[0].reshard()
+    model[1].unshard()
+    found.append(gathers(model, step))
+    plain = fully_shard(nn.Linear(WIDTH, WIDTH), reshard_after_forward=world_size)
+    plain(x)
+    found.append(gathers(plain, lambda: plain(x).sum().backward()))
+    return found
+
+
+def test_what_the_user_says_later_wins() -> None:
+    changed, freed, plain = run_ranks(2, change_mind)[0]
+    # Gathered for the first forward and each backward; for each forward; and for both, without
+    # the gather of the second forward.
+    assert changed == {"0": 3, "1": 2, "2": 3}
+    assert freed == {"0": 1, "2": 3}  # unit 1 had the present weights
+    assert plain == {"Linear": 2}
+
+
+class Block(nn.Module):
+    """A unit that encloses a checkpoint, around a unit of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.outer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda y: self.outer(torch.tanh(self.inner(y))), x, use_reentrant=False)
+
+
+def nest(rank: int, world_size: int, stages: tuple[int, int, int]) -> tuple[float, Counter[str]]:
+    """Checkpointed units in units in a root; the blocks run, without a reduction, before the root
+    is known. Returns the gradients' error and the gathers of a later step.
+    """
+    from fsdpx import fully_shard
+
+    torch.manual_seed(0)
+    reference = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, WIDTH))
+    model: Any = copy.deepcopy(reference)
+    for block in model[:2]:
+        fully_shard(block.inner, zero_stage=stages[2])
+        fully_shard(block, zero_stage=stages[1])
+    block = model[1]
+    block.set_requires_gradient_sync(False)
+    block(batch(0, rank)).square().sum().backward()
+    block.set_requires_gradient_sync(True)
+    fully_shard(model, zero_stage=stages[0])
+
+    def step() -> None:
+        model(batch(1, rank).requires_grad_()).square().sum().backward()
+
+    step()
+    for each in range(world_size):
+        (reference[1](batch(0, each)).square().sum() / world_size).backward()
+        (reference(batch(1, each)).square().sum() / world_size).backward()
+    error = 0.0
+    for sharded, whole in zip(model.parameters(), reference.parameters(), strict=True):
+        difference = (sharded.grad.full_tensor() - whole.grad).abs().max() / whole.grad.abs().max()
+        error = max(error, difference.item())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    return error, gathers(model, step)
+
+
+@pytest.mark.parametrize("stages", [(3, 3, 3), (2, 2, 2), (1, 1, 1), (3, 2, 3), (2, 3, 1)], ids=str)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_nested_and_checkpointed_units(world_size: int, stages: tuple[int, int, int]) -> None:
+    for error, counts in run_ranks(world_size, nest, stages):
+        assert error <= 1e-6
+        assert counts[""] <= 1  # kept to its backward in every stage
+        for name in ("0", "1", "0.inner", "1.inner"):
+            stage = stages[2 if "inner" in name else 1]
+            assert counts[name] == (1 if stage < 3 else 2), name

@@ -92,18 +92,22 @@ std::shared_ptr<Event> DeviceStream::enqueue(std::function<void()> task) {
   check<std::runtime_error>(getpid() == pid_, "this communication stream belongs to process ", pid_,
                             ". A forked child can't use CUDA; start workers with 'spawn' or "
                             "'forkserver'.");
-  std::lock_guard lock(mutex_);
-  check<std::runtime_error>(!closed_, "the communication stream is closed");
+  {
+    std::lock_guard lock(mutex_);
+    check<std::runtime_error>(!closed_, "the communication stream is closed");
+  }
   const DeviceGuard guard(device_);
   std::exception_ptr error;
   try {
-    task();
+    task();  // without the lock: it may wait for Python
   } catch (...) {
     error = std::current_exception();
   }
   task = nullptr;
-  latest_ = std::make_shared<DeviceEvent>(device_, pool_, stream_, current_, std::move(error));
-  return latest_;
+  auto event = std::make_shared<DeviceEvent>(device_, pool_, stream_, current_, std::move(error));
+  std::lock_guard lock(mutex_);
+  latest_ = event;
+  return event;
 }
 
 void DeviceStream::close(double seconds) {
@@ -126,6 +130,10 @@ void DeviceStream::follow(const Event& mark) {
   const auto* event = dynamic_cast<const DeviceEvent*>(&mark);
   check(event != nullptr, "a CUDA stream can't follow an event of the CPU");
   event->hold(stream_);
+}
+
+std::shared_ptr<DeviceEvent> DeviceStream::record() {
+  return std::make_shared<DeviceEvent>(device_, pool_, stream_, current_);
 }
 
 void DeviceStream::order(cudaStream_t first, cudaStream_t then) {

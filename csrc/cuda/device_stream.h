@@ -82,6 +82,8 @@ class DeviceStream final : public Stream {
   std::shared_ptr<Event> mark() override;
   void follow(const Event& mark) override;
 
+  std::shared_ptr<DeviceEvent> record();  // the end of what is on get() now
+
   // `first`, then `then`: what is enqueued on `then` from now on begins after what is on `first`.
   void order(cudaStream_t first, cudaStream_t then);
 

@@ -15,20 +15,21 @@ import atexit
 import threading
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from . import c10d, shm
+from . import c10d, cuda, shm
 from .choose import Kind, choose_kind
 from .communicator import Communicator, InFlight, Work
 
 __all__ = ["Communicator", "InFlight", "Work", "create"]
 
-KINDS = ("auto", "shm", "c10d")
+KINDS = ("auto", "shm", "c10d", "nccl")
 EXIT_SECONDS = 2.0  # for what is queued when the interpreter exits
 
 # By identity of the process group, which the entry keeps alive. Ranks may be threads of one
 # process, each with a group object of its own, so nothing here is "the" rank of the process.
-_registry: dict[tuple[int, str], tuple[dist.ProcessGroup, Communicator]] = {}
+_registry: dict[tuple[int, str, str], tuple[dist.ProcessGroup, Communicator]] = {}
 _lock = threading.Lock()  # guards the dict only: creating is collective and must not be serialised
 
 
@@ -36,20 +37,26 @@ def create(
     group: dist.ProcessGroup | None = None,
     *,
     kind: str = "auto",
+    device: torch.device | str = "cpu",
     timeout: float | None = None,
     max_bytes: int | None = None,
+    beside: Communicator | None = None,
 ) -> Communicator:
     """The communicator of a process group; made at the first call, collectively.
 
     Args:
         group: The ranks that take part. None: the default group, or only this process where
             torch.distributed is not initialised.
-        kind: "shm" (ranks of one host, through shared memory), "c10d" (any process group) or
-            "auto": shm if every rank can, else c10d; `Communicator.reason` says why.
+        kind: "c10d" (any process group), on CPU "shm" (ranks of one host, through shared memory),
+            on a GPU "nccl", or "auto": on CPU shm, on a GPU nccl if every rank can, else c10d;
+            `Communicator.reason` says why.
+        device: Of the tensors: "cpu" or a CUDA device ("cuda": the current one).
         timeout: Limit of each wait for other ranks, in seconds; the group's own if None. Ignored if
             the communicator exists already.
         max_bytes: Size of each of the two hidden send buffers, the same on all ranks; they grow as
-            needed if None. Ignored if the communicator exists already.
+            needed if None, and always on a GPU. Ignored if the communicator exists already.
+        beside: A communicator of the same device on whose stream the new one runs, so that their
+            collectives follow each other in the order of their issue.
 
     Returns:
         A communicator. The same one for the same group and kind, until it is closed.
@@ -59,6 +66,9 @@ def create(
     """
     if kind not in KINDS:
         raise ValueError(f"fsdpx: comm kind '{kind}' is unknown; use one of {', '.join(KINDS)}")
+    device = _resolve_device(device)
+    if kind not in ("auto", "c10d") and (kind == "shm") != (device.type == "cpu"):
+        raise ValueError(f"fsdpx: comm kind '{kind}' is not for tensors on {device}")
     resolved = _resolve(group)
     if resolved is _ALONE and kind == "c10d":
         raise ValueError(
@@ -66,16 +76,30 @@ def create(
             "torch.distributed.init_process_group first"
         )
     with _lock:
-        entry = _registry.get((id(resolved), kind))
+        entry = _registry.get((id(resolved), kind, str(device)))
         if entry is not None and not entry[1].closed:
             return entry[1]
-    made = _make(resolved, kind, timeout, max_bytes)
+    limit = _timeout_of(resolved) if timeout is None else timeout
+    if device.type == "cuda":
+        control = _make(resolved, "auto", limit, None, None)
+        made = cuda.connect(resolved, kind, device, limit, control, beside)
+    else:
+        made = _make(resolved, kind, limit, max_bytes, beside)
     with _lock:
         for name in {kind, made.kind}:
-            _registry.setdefault((id(resolved), name), (resolved, made))
-            if _registry[id(resolved), name][1].closed:
-                _registry[id(resolved), name] = (resolved, made)
+            key = (id(resolved), name, str(device))
+            if key not in _registry or _registry[key][1].closed:
+                _registry[key] = (resolved, made)
     return made
+
+
+def _resolve_device(device: torch.device | str) -> torch.device:
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"fsdpx: there are no communicators for tensors on {device}")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 class _Alone:
@@ -100,30 +124,33 @@ def _resolve(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def _make(
-    group: dist.ProcessGroup, kind: str, timeout: float | None, max_bytes: int | None
+    group: dist.ProcessGroup,
+    kind: str,
+    limit: float,
+    max_bytes: int | None,
+    beside: Communicator | None,
 ) -> Communicator:
-    limit = _timeout_of(group) if timeout is None else timeout
     chosen: Kind = choose_kind(group, kind)
     if chosen.name == "shm":
         try:
             native = shm.connect(group, chosen, timeout=limit, max_bytes=max_bytes)
-            return Communicator(native, chosen.reason, limit)
+            return Communicator(native, chosen.reason, limit, beside=beside)
         except shm.Unavailable as error:  # on every rank
             if kind == "shm":
                 raise ValueError(f"fsdpx: comm kind 'shm' is impossible: {error}") from None
             chosen = Kind("c10d", str(error))
-    return Communicator(c10d.connect(group, timeout=limit), chosen.reason, limit)
+    native = c10d.connect(group, timeout=limit)
+    return Communicator(native, chosen.reason, limit, beside=beside)
 
 
 def _timeout_of(group: dist.ProcessGroup) -> float:
     """The group's own time limit in seconds; torch's default where a backend does not tell."""
-    import torch
-
-    try:
-        options = group._get_backend(torch.device("cpu")).options
-        return float(options._timeout.total_seconds())
-    except (AttributeError, RuntimeError):
-        return float(dist.distributed_c10d.default_pg_timeout.total_seconds())
+    for kind in ("cpu", "cuda"):
+        try:
+            return float(group._get_backend(torch.device(kind)).options._timeout.total_seconds())
+        except (AttributeError, RuntimeError):
+            continue
+    return float(dist.distributed_c10d.default_pg_timeout.total_seconds())
 
 
 def _forget(communicator: Communicator) -> None:

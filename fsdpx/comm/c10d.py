@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 from .. import _C
+from ..dtypes import torch_dtype
 from ..errors import CommTimeout
+from .communicator import DeviceBytes
 
 
 def connect(group: dist.ProcessGroup, *, timeout: float) -> _C.Communicator:
@@ -37,6 +39,42 @@ def connect(group: dist.ProcessGroup, *, timeout: float) -> _C.Communicator:
         word.tell,
         word.ask,
     )
+
+
+def connect_on_device(
+    group: dist.ProcessGroup,
+    surroundings: tuple[_C.Stream, _C.Communicator, _C.Stream, float],
+    stream: torch.cuda.Stream,
+    timeout: float,
+) -> _C.Communicator:
+    """The same for tensors on a GPU: collectives are enqueued on `stream`. Collective.
+
+    Args:
+        group: Whose backend for CUDA tensors is used.
+        surroundings: The native stream, control, its stream, and the time limit.
+        stream: The stream of the collectives.
+        timeout: In seconds.
+
+    Raises:
+        RuntimeError: The group has no backend for CUDA tensors.
+    """
+    own = dist.new_group(
+        ranks=dist.get_process_group_ranks(group),
+        timeout=timedelta(seconds=min(timeout, 10 * 365 * 24 * 3600)),
+        use_local_synchronization=True,
+    )
+    assert isinstance(own, dist.ProcessGroup)
+    calls = _DeviceCalls(own, stream)
+    return _C.exchange_on_device(
+        *surroundings, calls.all_gather, calls.reduce_scatter, calls.all_reduce
+    )
+
+
+def high_priority_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream of torch's pool, above the one that computes."""
+    make: Any = torch.cuda.Stream  # has no types
+    stream: torch.cuda.Stream = make(device, priority=-1)
+    return stream
 
 
 def _cpu_backend(group: dist.ProcessGroup) -> str | None:
@@ -123,6 +161,34 @@ class _Whereabouts:
     @staticmethod
     def _key(rank: int) -> str:
         return f"fsdpx/whereabouts/{rank}"
+
+
+class _DeviceCalls:
+    """The collectives on GPU addresses, in place, behind what is on a stream."""
+
+    def __init__(self, group: dist.ProcessGroup, stream: torch.cuda.Stream) -> None:
+        self._group = group
+        self._stream = stream
+
+    def _tensor(self, address: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        flat = DeviceBytes(address, numel * dtype.itemsize).tensor(self._stream.device)
+        return flat.view(dtype)
+
+    def all_gather(self, address: int, nbytes: int) -> None:
+        with torch.cuda.stream(self._stream):
+            flat = self._tensor(address, torch.uint8, nbytes * self._group.size())
+            own = flat.narrow(0, nbytes * self._group.rank(), nbytes)
+            self._group._allgather_base(flat, own).wait()
+
+    def reduce_scatter(self, address: int, code: int, numel: int) -> None:
+        with torch.cuda.stream(self._stream):
+            flat = self._tensor(address, torch_dtype(code), numel * self._group.size())
+            own = flat.narrow(0, numel * self._group.rank(), numel)
+            self._group._reduce_scatter_base(own, flat, dist.ReduceScatterOptions()).wait()
+
+    def all_reduce(self, address: int, code: int, numel: int) -> None:
+        with torch.cuda.stream(self._stream):
+            self._group.allreduce([self._tensor(address, torch_dtype(code), numel)]).wait()
 
 
 def _bytes_at(address: int, nbytes: int) -> torch.Tensor:

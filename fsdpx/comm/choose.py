@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,15 @@ class Kind:
     name: str
     reason: str
     way: str = ""
+
+
+def tell(group: dist.ProcessGroup, mine: T) -> list[T]:
+    """Every rank's value, in rank order. Collective."""
+    if group.size() == 1:
+        return [mine]
+    all_of_them: list[T | None] = [None] * group.size()
+    dist.all_gather_object(all_of_them, mine, group=group)
+    return [one for one in all_of_them if one is not None]
 
 
 def this_host() -> Host:
@@ -50,9 +62,7 @@ def choose_kind(group: dist.ProcessGroup, kind: str) -> Kind:
         return Kind("c10d", "asked for")
     if group.size() == 1:
         return Kind("shm", "one rank", "private")
-    hosts: list[Host | None] = [None] * group.size()
-    dist.all_gather_object(hosts, this_host(), group=group)
-    decision = decide([host for host in hosts if host is not None])
+    decision = decide(tell(group, this_host()))
     if kind == "shm" and decision.name != "shm":
         raise ValueError(f"fsdpx: comm kind 'shm' is impossible: {decision.reason}")
     return decision

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,6 +15,8 @@ from .. import _C
 from ..dtypes import dtype_code, has_arithmetic
 
 CLOSE_SECONDS = 10.0
+
+_CPU = torch.device("cpu")
 
 
 class Work:
@@ -28,7 +31,10 @@ class Work:
         return self._event.query()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Blocks until it has ended, without the GIL, and raises what went wrong.
+        """Returns when what the caller does next may use the results, and raises what went wrong.
+
+        On CPU it blocks until the collective has ended, without the GIL; on a GPU the current
+        stream will wait.
 
         Args:
             timeout: In seconds. By default only the limits of the collective itself apply.
@@ -44,50 +50,71 @@ class InFlight:
     """Keeps what running collectives use: their tensors, and actions for when all have ended."""
 
     def __init__(self) -> None:
-        self._running: deque[tuple[_C.Event, Any]] = deque()
-        self._later: list[Callable[[], None]] = []
+        # With each event, what is used until then, and what is to be done after it.
+        self._running: deque[tuple[_C.Event, Any, list[Callable[[], None]]]] = deque()
 
-    def add(self, event: _C.Event, used: Any) -> None:
-        """Keeps `used` alive until `event`, the latest one of its stream, has ended."""
-        self._prune()
-        self._running.append((event, used))
+    def add(self, event: _C.Event, used: Any = None) -> None:
+        """Keeps `used` alive until `event`, the latest one, has ended."""
+        self.prune()
+        self._running.append((event, used, []))
 
     def when_idle(self, action: Callable[[], None]) -> None:
         """Runs `action` when nothing that runs now can still use what it destroys."""
-        self._later.append(action)
-        self._prune()
+        self.prune()
+        if self._running:
+            self._running[-1][2].append(action)
+        else:
+            action()
 
-    def _prune(self) -> None:
+    def prune(self) -> None:
+        """Lets go of what collectives that have ended used."""
         while self._running and self._running[0][0].query():
-            self._running.popleft()
-        if not self._running and self._later:
-            actions, self._later = self._later, []
+            _, _, actions = self._running.popleft()
             for action in actions:
                 action()
 
 
 class Communicator:
-    """Collectives of one group of ranks, run by one worker thread in the order of their issue.
+    """Collectives of one group of ranks, run by one stream in the order of their issue: on CPU a
+    worker thread, on a GPU a CUDA stream.
 
     Attributes:
-        kind: "shm" or "c10d".
+        kind: "shm" or "c10d"; on a GPU "nccl", "c10d" or "local" (one rank).
+        device: Of the tensors.
         reason: Why it is of this kind, in words.
         rank: This rank's number in the group.
         size: Number of ranks.
         native: The native communicator.
         stream: The native stream that runs the collectives.
+        control: The communicator of the same ranks' CPUs; on CPU this one.
         recorder: The native trace recorder; off until `recorder.enable(True)`.
         in_flight: Keeps what running collectives use.
     """
 
-    def __init__(self, native: _C.Communicator, reason: str, timeout: float) -> None:
+    def __init__(
+        self,
+        native: _C.Communicator,
+        reason: str,
+        timeout: float,
+        *,
+        stream: _C.Stream | None = None,
+        beside: Communicator | None = None,
+        device: torch.device = _CPU,
+        control: Communicator | None = None,
+    ) -> None:
         self.native = native
         self.kind: str = native.kind
         self.reason = reason
         self.rank: int = native.rank
         self.size: int = native.size
         self.timeout = timeout
-        self.stream = _C.WorkerStream("fsdpx-comm")
+        self._owns_stream = beside is None
+        self.stream: _C.Stream = (
+            beside.stream if beside else stream or _C.WorkerStream("fsdpx-comm")
+        )
+        self.device = device
+        self.control = control or self
+        self.torch_stream: torch.cuda.Stream | None = None  # the same stream as torch knows it
         self.recorder = _C.Recorder()
         self.in_flight = InFlight()
         self.closed = False
@@ -108,37 +135,49 @@ class Communicator:
             dtype: Their type.
 
         Returns:
-            A zeroed CPU tensor of shape (numel,). The memory goes with its last view.
+            A zeroed tensor of shape (numel,). The memory goes with its last view.
         """
         if numel < 0:
             raise ValueError(f"fsdpx: numel is {numel}; it must not be negative")
         if numel == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device=self.device)
         nbytes = numel * dtype.itemsize
         number = self.native.allocate(nbytes)
-        view = self.native.region_view(number, nbytes)
+        view: Any = self.native.region_view(number, nbytes)
         region = (self.native.region_data(number), nbytes, number)
+        if self.device.type == "cuda":
+            view = DeviceBytes(region[0], nbytes, view)
+            self.stream.enqueue(lambda: None).wait(self._patience)  # it is zeroed there
         bisect.insort(self._regions, region)
-        weakref.finalize(view, self._release, region).atexit = False
+        weakref.finalize(view, self._forget_region, region).atexit = False
+        if self.device.type == "cuda":
+            flat: torch.Tensor = view.tensor(self.device)
+            return flat.view(dtype)
         return torch.frombuffer(view, dtype=dtype)
 
-    def _release(self, region: tuple[int, int, int]) -> None:
+    def _forget_region(self, region: tuple[int, int, int]) -> None:
         self._regions.remove(region)
-        self.native.release(region[2])
+        self.release(region[2])
+
+    def release(self, number: int) -> None:
+        """Gives a region of `native` back once nothing that was issued can still use it."""
+        if (mark := self.stream.mark()) is not None:
+            self.in_flight.add(mark)
+        self.in_flight.when_idle(lambda: self.native.release(number))
 
     def all_gather(self, shard: torch.Tensor, out: torch.Tensor) -> Work:
         """Every rank's shard, end to end in rank order, in every rank's `out`.
 
         Args:
-            shard: This rank's part, contiguous on CPU, shape (n,) or any of n elements.
+            shard: This rank's part, contiguous, shape (n,) or any of n elements.
             out: size * n elements in memory from `allocate`, at the same place on all ranks. Its
                 dtype may differ from the shard's: the values are cast on the way.
 
         Returns:
             The issued work. `out` may be read after `wait()`; neither tensor may be written before.
         """
-        _check_flat("shard", shard)
-        _check_flat("out", out)
+        _check_flat("shard", shard, self.device)
+        _check_flat("out", out, self.device)
         if out.numel() != self.size * shard.numel():
             raise ValueError(
                 f"fsdpx: out has {out.numel()} elements; {self.size} ranks with shards of "
@@ -146,6 +185,7 @@ class Communicator:
             )
         _check_cast("shard", shard.dtype, "out", out.dtype)
         region, offset = self._place_of(out)
+        self.stream.follow(self.stream.mark())
         row = (
             shard.data_ptr(),
             dtype_code(shard.dtype),
@@ -196,7 +236,7 @@ class Communicator:
         all kinds of communicator give the same bits.
 
         Args:
-            tensors: Contiguous CPU tensors of one dtype with at most size * n elements in all; what
+            tensors: Contiguous tensors of one dtype with at most size * n elements in all; what
                 is missing counts as zeros.
             shard: Receives elements [rank * n, (rank + 1) * n) of the sum; shape (n,) or any of n
                 elements, contiguous. Its dtype may differ.
@@ -207,11 +247,11 @@ class Communicator:
         Returns:
             The issued work. No tensor may be touched before its `wait()`.
         """
-        _check_flat("shard", shard)
+        _check_flat("shard", shard, self.device)
         dtype = tensors[0].dtype if tensors else shard.dtype
         spans, offset = [], 0
         for number, tensor in enumerate(tensors):
-            _check_flat(f"tensors[{number}]", tensor)
+            _check_flat(f"tensors[{number}]", tensor, self.device)
             if tensor.dtype != dtype:
                 raise ValueError(f"fsdpx: tensors[{number}] is {tensor.dtype}, the first {dtype}")
             spans.append((tensor.data_ptr(), tensor.numel(), offset))
@@ -244,15 +284,16 @@ class Communicator:
         """The sum over ranks, in rank order, times `scale`, in place on every rank.
 
         Args:
-            tensor: A contiguous floating-point CPU tensor, alike on all ranks.
+            tensor: A contiguous floating-point tensor, alike on all ranks.
             scale: Factor of the sum.
 
         Returns:
             The issued work.
         """
-        _check_flat("tensor", tensor)
+        _check_flat("tensor", tensor, self.device)
         if not has_arithmetic(tensor.dtype):
             raise ValueError(f"fsdpx: {tensor.dtype} can't be added; only floating types can")
+        self.stream.follow(self.stream.mark())
         event = self.native.all_reduce(
             self.stream,
             "all_reduce",
@@ -272,7 +313,7 @@ class Communicator:
     def leave_word(self, text: str) -> None:
         """Lets ranks that wait for this one in vain say why: `text` goes into their errors."""
         if not self.closed:
-            self.native.leave_word(self.stream, text)
+            self.control.native.leave_word(self.control.stream, text)
 
     def close(self, *, seconds: float = CLOSE_SECONDS) -> None:
         """Finishes what was issued, for at most `seconds`, and leaves the group.
@@ -284,9 +325,16 @@ class Communicator:
             return
         self.leave_word("left")
         self.closed = True
-        self.stream.close(seconds)
+        if self._owns_stream:
+            self.stream.close(seconds)
+        else:
+            with contextlib.suppress(RuntimeError):  # closed already
+                self.stream.enqueue(lambda: None).ended_within(seconds)
         self.native.close()  # a collective that still waits for others ends with an error now
-        self.stream.close(1.0)
+        if self._owns_stream:
+            self.stream.close(1.0)
+        if self.control is not self:
+            self.control.close(seconds=seconds)
         from . import _forget
 
         _forget(self)
@@ -297,10 +345,34 @@ class Communicator:
         return float("inf")
 
 
-def _check_flat(name: str, tensor: torch.Tensor) -> None:
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+class DeviceBytes:
+    """Memory of a GPU as `torch.as_tensor` takes it.
+
+    Args:
+        address: Of its first byte.
+        nbytes: How many.
+        owner: Kept as long as a tensor over the memory.
+    """
+
+    def __init__(self, address: int, nbytes: int, owner: Any = None) -> None:
+        self._owner = owner
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+    def tensor(self, device: torch.device) -> torch.Tensor:
+        """A uint8 tensor over the memory."""
+        return torch.as_tensor(self, device=device)
+
+
+def _check_flat(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    if tensor.device.type != device.type or not tensor.is_contiguous():
+        where = "CPU" if device.type == "cpu" else str(device)
         raise ValueError(
-            f"fsdpx: {name} must be a contiguous CPU tensor, got {tensor.device.type} with "
+            f"fsdpx: {name} must be a contiguous {where} tensor, got {tensor.device.type} with "
             f"strides {tensor.stride()}"
         )
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import torch.distributed as dist
 
 from .. import _C
-from .choose import Kind
+from .choose import Kind, tell
 
 CONNECT_SECONDS = 60.0
-
-T = TypeVar("T")
 
 
 class Unavailable(RuntimeError):
@@ -33,7 +29,7 @@ def connect(
     except RuntimeError as error:
         problem = str(error)
     address = bootstrap.address if bootstrap is not None else ""
-    offers = _tell(group, (address, problem))
+    offers = tell(group, (address, problem))
     _check([problem for _, problem in offers])
     assert bootstrap is not None
     native = None
@@ -45,20 +41,12 @@ def connect(
         )
     except RuntimeError as error:
         problem = str(error)
-    problems = _tell(group, problem)
+    problems = tell(group, problem)
     if native is not None and any(problems):
         native.close()
     _check(problems)
     assert native is not None
     return native
-
-
-def _tell(group: dist.ProcessGroup, mine: T) -> list[T]:
-    if group.size() == 1:
-        return [mine]
-    all_of_them: list[T | None] = [None] * group.size()
-    dist.all_gather_object(all_of_them, mine, group=group)
-    return [one for one in all_of_them if one is not None]
 
 
 def _check(problems: list[str]) -> None:

@@ -11,6 +11,7 @@ from fsdpx.torch_private import run_wrap_policy
 from fsdpx.unit import unit_of
 
 from .ignored import Ignored
+from .options import has_forward
 from .precision import compute_in_full_precision
 
 Targets = dict[nn.Module, dict[str, Any]]  # module to wrap -> arguments
@@ -56,11 +57,6 @@ def auto_wrap(
             wrapped = wrap(module, **targets[module])
             for parent, name in holders[module]:
                 setattr(parent, name, wrapped)
-
-
-def has_forward(module: nn.Module) -> bool:
-    """Whether the module can be called."""
-    return type(module).forward is not nn.Module.forward
 
 
 def targets_of(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
@@ -66,7 +67,32 @@ def prefetches_in_backward(value: BackwardPrefetch | None) -> bool:
     return value is BackwardPrefetch.BACKWARD_PRE
 
 
+def check_forward(module: nn.Module) -> None:
+    """Raises if nothing could gather the module's parameters."""
+    if not has_forward(module):
+        raise ValueError(
+            f"FullyShardedDataParallel: {type(module).__name__} has no forward: wrap its "
+            "elements, or the module that holds it"
+        )
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether the module can be called."""
+    return type(module).forward is not nn.Module.forward
+
+
 # ---- Ranks
+
+
+def check_device(device_id: int | torch.device | str | None, device: torch.device) -> None:
+    """Raises if `device_id` is not where the ranks compute."""
+    if isinstance(device_id, int):
+        device_id = torch.device("cuda", device_id)
+    if device_id is not None and torch.device(device_id).type != device.type:
+        raise ValueError(
+            f"FullyShardedDataParallel: device_id={device_id} is not on the ranks' device "
+            f"({device.type}): leave it out, or give a device_mesh on that device"
+        )
 
 
 def resolve_ranks(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -12,21 +13,37 @@ from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
+    OptimStateDictConfig,
     ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
 )
 
+from fsdpx.clip import clip_grad_norm_
 from fsdpx.collect import managed_modules
 from fsdpx.copies import copy_sharded
 from fsdpx.fully_shard import make_unit
 from fsdpx.hooks import cast_floating, run_forward, schedule_of
 from fsdpx.module import no_sync
+from fsdpx.parameter import keep_attributes
 from fsdpx.probe import check_torch
+from fsdpx.sync import broadcast_states
 from fsdpx.unit import Unit, unit_of
 
-from .auto_wrap import auto_wrap, has_forward
+from . import optimizer_states, state_dicts
+from .auto_wrap import auto_wrap
 from .ignored import resolve_ignored
-from .options import prefetches_in_backward, resolve_ranks, unit_options
+from .initialise import materialise, states_of
+from .options import (
+    check_device,
+    check_forward,
+    prefetches_in_backward,
+    resolve_ranks,
+    unit_options,
+)
 from .precision import cast_buffers
+from .summon import summon
 
 WRAPPED = "_fsdp_wrapped_module"
 
@@ -90,6 +107,7 @@ class FullyShardedDataParallel(nn.Module):
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         options = unit_options(strategy, mixed_precision, cpu_offload)
         ranks, device = resolve_ranks(strategy, process_group, device_mesh)
+        check_device(device_id, device)
         ignored = resolve_ignored(ignored_modules, ignored_states)
         if auto_wrap_policy is not None:
             arguments = {
@@ -105,12 +123,11 @@ class FullyShardedDataParallel(nn.Module):
                 "device_mesh": device_mesh,
             }
             auto_wrap(module, auto_wrap_policy, ignored, arguments, type(self))
-        if not has_forward(module):
-            raise ValueError(
-                f"FullyShardedDataParallel: {type(module).__name__} has no forward: wrap its "
-                "elements, or the module that holds it"
-            )
-        own = managed_modules([module])
+        check_forward(module)
+        own = managed_modules([module]) - ignored.modules
+        materialise(module, ignored, device, param_init_fn)
+        if sync_module_states:
+            broadcast_states(states_of(module, own, ignored), ranks)
         unit = make_unit([module], ranks, device, options, ignored.parameters, caller=self)
         if not prefetches_in_backward(backward_prefetch):
             unit.backward_prefetch = ()
@@ -118,10 +135,23 @@ class FullyShardedDataParallel(nn.Module):
         self.process_group = ranks.process_group
         self.sharding_strategy = strategy
         self.mixed_precision = mixed_precision or MixedPrecision()
-        self._buffer_dtypes = cast_buffers(own - ignored.modules, self.mixed_precision.buffer_dtype)
+        self._buffer_dtypes = cast_buffers(own, self.mixed_precision.buffer_dtype)
+        self._state_dict_settings = state_dicts.settings(StateDictType.FULL_STATE_DICT)
+        state_dicts.name_children_when_loading(self, WRAPPED)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy_sharded(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(
+            f"FullyShardedDataParallel: the wrapper of {type(self._wrapped).__name__} cannot be "
+            "pickled: save model.state_dict() instead"
+        )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Behind `to()`, `half()`, `to_empty()`: parameters keep what the user hung on them."""
+        with keep_attributes(list(self.parameters())):
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     # ---- Calls
 
@@ -203,8 +233,229 @@ class FullyShardedDataParallel(nn.Module):
         unit = self._unit
         return schedule_of(self, unit).levels[unit] == 0
 
-    def no_sync(self) -> Any:
+    # ---- Parameters and gradients
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """Calls `fn` with every module below and with this one, whose parameters are whole then.
+
+        Edits last; each rank keeps what it wrote to its own share.
+        """
+        with self.summon_full_params(self, recurse=False):
+            super().apply(fn)
+        return self
+
+    @staticmethod
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> contextlib.AbstractContextManager[None]:
+        """A context in which parameters are whole, in full precision, for attributes and iteration.
+
+        Collective. Each rank keeps what it wrote to its own share, so all ranks must write the
+        same. Forwards inside see edits; where gathered parameters have full precision they gather
+        nothing, so ranks may run different numbers of them.
+
+        Args:
+            module: A wrapper, or a module that holds some.
+            recurse: Whether wrappers below `module` take part.
+            writeback: Whether edits last.
+            rank0_only: Whether only the first rank has whole parameters; needs `writeback=False`.
+            offload_to_cpu: Whole parameters live in CPU memory; on CPU ranks they do anyway.
+            with_grads: Whether gradients are whole too; there is no forward inside then.
+        """
+        return summon(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """A context: backwards inside add gradients up locally; the first one after reduces the
         sum.
         """
         return no_sync(self)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """See `fsdpx.clip_grad_norm_`; of the outermost wrapper only."""
+        schedule = self._unit.listener
+        if schedule is not None and schedule.levels[self._unit] > 0:
+            raise RuntimeError(
+                f"FullyShardedDataParallel: clip_grad_norm_ of '{self._unit.name}', an inner "
+                "wrapper, would leave out the others' gradients: call the outermost one's"
+            )
+        return clip_grad_norm_(self, max_norm, norm_type)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
+        """Not supported: gradients travel packed, by the unit's communicator."""
+        raise NotImplementedError(
+            "FullyShardedDataParallel: register_comm_hook is not supported: use "
+            "MixedPrecision(reduce_dtype=...) for compression, and "
+            "register_post_accumulate_grad_hook on parameters for what follows the reduction"
+        )
+
+    # ---- State dicts
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As the plain model's, with whole or sharded values; see `set_state_dict_type`."""
+        given = {**dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)), **kwargs}
+        prefix = given.get("prefix", "")
+        with state_dicts.outermost() as outer:
+            state = super().state_dict(**given)
+        state_dicts.rename(state, f"{prefix}{WRAPPED}.", prefix)
+        if outer and not given.get("keep_vars"):
+            chosen, ranks = self._state_dict_settings, self._unit.group
+            state_dicts.convert(state, prefix, chosen, ranks, self._saved_dtypes(prefix))
+        return state
+
+    def _saved_dtypes(self, prefix: str) -> dict[str, torch.dtype]:
+        """The dtypes that state dicts have for buffers, by key, where mixed precision cast them."""
+        paths = {module: prefix + path for path, module in self.named_modules()}
+        cast = [item for m in self.fsdp_modules(self) for item in m._buffer_dtypes.items()]
+        return {
+            f"{paths[module]}.{name}" if paths[module] else name: dtype
+            for (module, name), dtype in cast
+        }
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Chooses what `state_dict` and `optim_state_dict` of all wrappers in a model give.
+
+        Args:
+            module: A wrapper, or a module that holds some.
+            state_dict_type: FULL_STATE_DICT (whole values; collective) or SHARDED_STATE_DICT.
+            state_dict_config: Of the same kind.
+            optim_state_dict_config: Of the same kind.
+
+        Returns:
+            The settings before.
+        """
+        before = FullyShardedDataParallel.get_state_dict_type(module)
+        chosen = state_dicts.settings(state_dict_type, state_dict_config, optim_state_dict_config)
+        for wrapper in FullyShardedDataParallel.fsdp_modules(module):
+            wrapper._state_dict_settings = chosen
+        return before
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """The settings of a model's wrappers; RuntimeError if these differ."""
+        found = [m._state_dict_settings for m in FullyShardedDataParallel.fsdp_modules(module)]
+        if not found:
+            return state_dicts.settings(StateDictType.FULL_STATE_DICT)
+        if any(each != found[0] for each in found):
+            raise RuntimeError(
+                "FullyShardedDataParallel: wrappers of one model have different state dict "
+                "settings: call set_state_dict_type on the whole model"
+            )
+        return found[0]
+
+    @staticmethod
+    @contextlib.contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Iterator[None]:
+        """A context with the settings of `set_state_dict_type`."""
+        wrappers = FullyShardedDataParallel.fsdp_modules(module)
+        before = FullyShardedDataParallel.set_state_dict_type(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
+        try:
+            yield
+        finally:
+            for wrapper in wrappers:
+                wrapper._state_dict_settings = before
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """An optimizer's state dict by parameter name, whole or sharded as set; collective if
+        whole.
+
+        Args:
+            model: Whose parameters the optimizer has.
+            optim: The optimizer.
+            optim_state_dict: What to convert; `optim.state_dict()` if None.
+            group: Accepted; a wrapper knows its ranks.
+        """
+        return optimizer_states.save(model, optim, optim_state_dict, _how(model))
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """What `optim.load_state_dict` takes, from what `optim_state_dict` gave, here or on other
+        numbers of ranks.
+
+        Args:
+            model: Whose parameters the optimizer has.
+            optim: That will load it.
+            optim_state_dict: By names, whole or sharded. With `rank0_only` set only the first rank
+                needs it.
+            is_named_optimizer: Not supported.
+            load_directly: Whether to call `optim.load_state_dict` too.
+            group: Accepted; a wrapper knows its ranks.
+        """
+        if is_named_optimizer:
+            raise NotImplementedError(
+                "FullyShardedDataParallel: is_named_optimizer=True is not supported: give the "
+                "torch.optim optimizer within"
+            )
+        how = _how(model)
+        ranks = how.ranks if how.rank0_only else None
+        loaded = optimizer_states.load(model, optim, optim_state_dict, ranks)
+        if load_directly:
+            optim.load_state_dict(loaded)
+        return loaded
+
+
+def _how(model: nn.Module) -> optimizer_states.How:
+    chosen = FullyShardedDataParallel.get_state_dict_type(model)
+    config: Any = chosen.optim_state_dict_config
+    wrappers = FullyShardedDataParallel.fsdp_modules(model)
+    if not wrappers:
+        raise ValueError("FullyShardedDataParallel: the model holds no wrapper")
+    return optimizer_states.How(
+        chosen.state_dict_type is StateDictType.FULL_STATE_DICT,
+        config.offload_to_cpu,
+        getattr(config, "rank0_only", False),
+        wrappers[0]._unit.group,
+    )
+
+
+def _refused(name: str, instead: str) -> Any:
+    def method(*args: Any, **kwargs: Any) -> NoReturn:
+        """Not supported: deprecated in torch."""
+        raise NotImplementedError(
+            f"FullyShardedDataParallel: {name} is not supported: use {instead}"
+        )
+
+    method.__name__ = name
+    return staticmethod(method)
+
+
+_LATER_NAMES = {
+    "full_optim_state_dict": "optim_state_dict",
+    "sharded_optim_state_dict": "optim_state_dict",
+    "shard_full_optim_state_dict": "optim_state_dict_to_load",
+    "scatter_full_optim_state_dict": "optim_state_dict_to_load",
+    "flatten_sharded_optim_state_dict": "optim_state_dict_to_load",
+    "rekey_optim_state_dict": "optim_state_dict, whose keys are names",
+}
+for _name, _instead in _LATER_NAMES.items():
+    setattr(FullyShardedDataParallel, _name, _refused(_name, _instead))

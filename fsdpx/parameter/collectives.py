@@ -6,6 +6,7 @@ on the caller's thread; nothing else in this package communicates.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -161,3 +162,34 @@ def broadcast_whole(value: torch.Tensor, group: Group) -> None:
     """Overwrites `value` by what the first process of all has."""
     if value.numel():
         dist.broadcast(value.view(-1).view(torch.uint8), src=0, group=group)
+
+
+def broadcast_from_first(values: Iterable[torch.Tensor], group: Group) -> None:
+    """Overwrites each tensor by what the first rank of `group` has; shapes must be alike.
+
+    Args:
+        values: Plain tensors of any dtypes and strides.
+        group: None for no communication.
+    """
+    if group is None:
+        return
+    works: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
+    for value in values:
+        if value.numel():
+            dense = value.contiguous()
+            part = dense.view(-1).view(torch.uint8)
+            work = dist.broadcast(part, group=group, group_src=0, async_op=True)
+            works.append((work, value, dense))
+    for work, value, dense in works:
+        work.wait()
+        if dense is not value:
+            value.copy_(dense)
+
+
+def gather_objects(value: Any, group: Group) -> list[Any]:
+    """What every rank of `group` passed, in rank order."""
+    if group is None:
+        return [value]
+    found = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found

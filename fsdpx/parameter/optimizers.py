@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
@@ -27,15 +27,32 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     # Loading makes a new dictionary; sharding changes classes, which only a look at each can tell.
     groups = optimizer.param_groups
     now = (optimizer.state, ShardedTensor.num_taken_over, [len(g["params"]) for g in groups])
-    before = optimizer.__dict__.get(_CHECKED)
-    if before is not None and before[0] is now[0] and before[1:] == now[1:]:
-        return
-    for group in groups:
+    before: _Checked | None = optimizer.__dict__.get(_CHECKED)
+    if before is None or before.state is not now[0] or before[1:3] != now[1:]:
+        before = optimizer.__dict__[_CHECKED] = _Checked(*now, _settle(optimizer))
+    for parameter in before.special:
+        parameter.check_before_step()
+
+
+class _Checked(NamedTuple):
+    """What an optimizer was like when it was looked through; `special`: of subclasses of ours."""
+
+    state: Any
+    num_taken_over: int
+    lengths: list[int]
+    special: list[ShardedTensor]
+
+
+def _settle(optimizer: torch.optim.Optimizer) -> list[ShardedTensor]:
+    ours = []
+    for group in optimizer.param_groups:
         for parameter in group["params"]:
             _check(type(optimizer).__name__, parameter)
-            if isinstance(parameter, ShardedTensor) and parameter in optimizer.state:
-                _shard_state(parameter, optimizer.state[parameter])
-    optimizer.__dict__[_CHECKED] = now
+            if isinstance(parameter, ShardedTensor):
+                ours.append(parameter)
+                if parameter in optimizer.state:
+                    _shard_state(parameter, optimizer.state[parameter])
+    return [parameter for parameter in ours if type(parameter) is not ShardedTensor]
 
 
 def _check(optimizer: str, parameter: torch.Tensor) -> None:

@@ -4,6 +4,9 @@ Its functions know torch's own sharded classes by `isinstance`. Ours would pass 
 ``get_*_state_dict(full_state_dict=True)`` still sharded, and ``set_optimizer_state_dict`` would
 load whole tensors as state, both without a word. So three helpers of that module are wrapped;
 saving and loading sharded state dicts needs none of this.
+
+A fourth one lets modules that give whole state dicts by default (FSDP1's) know that sharded ones
+are wanted here, as torch tells its own.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import importlib.abc
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -23,7 +27,19 @@ from fsdpx.parameter import collectives
 from fsdpx.parameter.tensor import ShardedTensor
 
 MODULE = "torch.distributed.checkpoint.state_dict"
-WRAPPED = ("_gather_state_dict", "_distribute_state_dict", "_broadcast_state_dict")
+WRAPPED = (
+    "_gather_state_dict",
+    "_distribute_state_dict",
+    "_broadcast_state_dict",
+    "_state_dict_fn",
+)
+
+_for_torch: ContextVar[bool] = ContextVar("for_torch", default=False)
+
+
+def sharded_for_torch() -> bool:
+    """Whether the helpers ask for the state dict that is being made: they want it sharded."""
+    return _for_torch.get()
 
 
 def install() -> None:
@@ -58,7 +74,9 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 
 def _wrap(module: ModuleType) -> None:
-    for name, make in zip(WRAPPED, (_gathering, _distributing, _broadcasting), strict=True):
+    for name, make in zip(
+        WRAPPED, (_gathering, _distributing, _broadcasting, _asking), strict=True
+    ):
         original = getattr(module, name)
         if not hasattr(original, "_fsdpx_original"):
             wrapped = make(original)
@@ -66,14 +84,23 @@ def _wrap(module: ModuleType) -> None:
             setattr(module, name, wrapped)
 
 
-def _map(function: Callable[[ShardedTensor], Any], value: Any) -> Any:
-    if isinstance(value, ShardedTensor):
+def _map(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """The same structure with every tensor replaced."""
+    if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, dict):
         return {key: _map(function, item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(_map(function, item) for item in value)
     return value
+
+
+def _holds_sharded(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_sharded, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_sharded, value))
+    return isinstance(value, ShardedTensor)
 
 
 def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,7 +113,13 @@ def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
                 return full.new_empty(0)  # one whole tensor at a time
             return full.cpu() if offload else full
 
-        return original(_map(whole, state_dict), **options)
+        def own(value: torch.Tensor) -> torch.Tensor:
+            """A whole copy: later steps must not change it, whatever was sharded."""
+            return whole(value) if isinstance(value, ShardedTensor) else value.detach().clone()
+
+        if _holds_sharded(state_dict):
+            state_dict = _map(own, state_dict)
+        return original(state_dict, **options)
 
     return gather_state_dict
 
@@ -145,3 +178,19 @@ def _broadcasting(original: Callable[..., Any]) -> Callable[..., Any]:
         local.update(rest)
 
     return broadcast_state_dict
+
+
+def _asking(original: Callable[..., Any]) -> Callable[..., Any]:
+    def state_dict_fn(obj: Any, api: str) -> Callable[..., Any]:
+        call = original(obj, api)
+
+        def called(*args: Any, **options: Any) -> Any:
+            token = _for_torch.set(True)
+            try:
+                return call(*args, **options)
+            finally:
+                _for_torch.reset(token)
+
+        return called
+
+    return state_dict_fn

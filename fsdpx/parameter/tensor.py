@@ -133,6 +133,9 @@ class ShardedTensor(torch.Tensor):
         leaf: Any = self._leaf
         return leaf.register_hook(hook)
 
+    def check_before_step(self) -> None:
+        """Called before every step of an optimizer that holds a subclass of this."""
+
     # ---- what can't work ----
 
     def share_memory_(self) -> NoReturn:
@@ -306,10 +309,10 @@ def _bump(writes: tuple[tuple[int, str], ...], args: tuple[Any, ...], kwargs: An
     """
     for position, name in writes:
         written = args[position] if position < len(args) else kwargs.get(name)
-        if type(written) is ShardedTensor:
+        if isinstance(written, ShardedTensor):
             pieces = [written._local]
         elif isinstance(written, list | tuple):
-            pieces = [tensor._local for tensor in written if type(tensor) is ShardedTensor]
+            pieces = [tensor._local for tensor in written if isinstance(tensor, ShardedTensor)]
         else:
             continue
         # While torch.compile traces, pieces are stand-ins that have no counter.

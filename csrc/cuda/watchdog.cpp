@@ -1,0 +1,106 @@
+#include "watchdog.h"
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "../check.h"
+
+namespace fsdpx::cuda {
+
+using Clock = std::chrono::steady_clock;
+
+struct Watchdog::State {
+  struct Item {
+    std::shared_ptr<Event> event;
+    std::string what;
+    Clock::time_point deadline;
+  };
+
+  double limit;
+  std::function<std::string()> problem;
+  std::function<void(const std::string&)> on_failure;
+  std::mutex mutex;
+  std::condition_variable stopping;
+  std::deque<Item> items;
+  bool stopped = false;
+  std::thread thread;
+
+  void run();
+  std::string look();
+};
+
+// Without the lock while it calls CUDA, which may wait.
+std::string Watchdog::State::look() {
+  while (true) {
+    Item first;
+    {
+      std::lock_guard lock(mutex);
+      if (items.empty()) break;
+      first = items.front();
+    }
+    if (!first.event->query()) {
+      if (Clock::now() < first.deadline) break;
+      return detail::concat(first.what, " did not end within ", limit,
+                            " s: a rank may be slow or stuck; raise the time limit if it is only "
+                            "slow");
+    }
+    std::lock_guard lock(mutex);
+    items.pop_front();
+  }
+  return problem();
+}
+
+void Watchdog::State::run() {
+  // Often enough to be in time, and seldom enough to cost nothing.
+  const auto pause = std::chrono::duration<double>(std::clamp(limit / 10, 0.02, 5.0));
+  std::unique_lock lock(mutex);
+  while (!stopping.wait_for(lock, pause, [this] { return stopped; })) {
+    lock.unlock();
+    const std::string failure = look();
+    if (!failure.empty()) return on_failure(failure);
+    lock.lock();
+  }
+}
+
+Watchdog::Watchdog(double limit, std::function<std::string()> problem,
+                   std::function<void(const std::string&)> on_failure)
+    : state_(std::make_shared<State>()) {
+  state_->limit = limit;
+  state_->problem = std::move(problem);
+  state_->on_failure = std::move(on_failure);
+}
+
+void Watchdog::watch(std::shared_ptr<Event> event, std::string what) {
+  const auto limit = std::chrono::duration<double>(std::min(state_->limit, 1e8));
+  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(limit);
+  std::lock_guard lock(state_->mutex);
+  if (state_->stopped) return;
+  state_->items.push_back({std::move(event), std::move(what), deadline});
+  if (!state_->thread.joinable()) state_->thread = std::thread([state = state_] { state->run(); });
+}
+
+void Watchdog::stop() {
+  std::thread thread;
+  {
+    std::lock_guard lock(state_->mutex);
+    state_->stopped = true;
+    thread.swap(state_->thread);
+    state_->items.clear();
+  }
+  state_->stopping.notify_all();
+  if (thread.joinable()) thread.join();
+}
+
+Watchdog::~Watchdog() {
+  std::lock_guard lock(state_->mutex);
+  state_->stopped = true;
+  state_->stopping.notify_all();
+  if (state_->thread.joinable()) state_->thread.detach();  // it owns the state and ends by itself
+}
+
+}  // namespace fsdpx::cuda

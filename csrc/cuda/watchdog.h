@@ -1,0 +1,31 @@
+// Looks after collectives that run on a GPU: nothing on the host waits for them.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "../stream.h"
+
+namespace fsdpx::cuda {
+
+class Watchdog {
+ public:
+  // Calls, on a thread of its own, `on_failure` with a message when a watched event has not come
+  // within `limit` seconds, or when `problem` returns one. Once; then it ends.
+  Watchdog(double limit, std::function<std::string()> problem,
+           std::function<void(const std::string&)> on_failure);
+  ~Watchdog();  // stops, without waiting
+  Watchdog(const Watchdog&) = delete;
+  Watchdog& operator=(const Watchdog&) = delete;
+
+  // Events are watched in the order in which they end. The thread starts with the first.
+  void watch(std::shared_ptr<Event> event, std::string what);
+  void stop();  // and waits for the thread; not from `on_failure`
+
+ private:
+  struct State;
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace fsdpx::cuda

@@ -1,0 +1,92 @@
+"""Making the communicators of ranks that compute on GPUs."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from .. import _C
+from . import c10d
+from .choose import Kind, tell
+from .communicator import Communicator
+
+
+def connect(
+    group: dist.ProcessGroup,
+    kind: str,
+    device: torch.device,
+    timeout: float,
+    control: Communicator,
+    beside: Communicator | None,
+) -> Communicator:
+    """The communicator of `group` for tensors on `device`. Collective.
+
+    Args:
+        group: The ranks.
+        kind: "auto", "nccl" or "c10d".
+        device: This rank's GPU.
+        timeout: In seconds, of each collective.
+        control: Of the same ranks' CPUs; the new communicator's own.
+        beside: On whose stream it runs; None: a new one.
+
+    Raises:
+        RuntimeError: This build has no CUDA.
+        ValueError: Some rank cannot use `kind` (on every rank).
+    """
+    chosen = choose(group, kind)
+    if beside is not None:
+        stream, torch_stream = beside.stream, beside.torch_stream
+        assert torch_stream is not None
+    else:
+        torch_stream = c10d.high_priority_stream(device)
+        stream = _C.device_stream(device, torch_stream.cuda_stream)
+    surroundings = (stream, control.native, control.stream, timeout)
+    if chosen.name == "local":
+        native = _C.local_communicator(*surroundings)
+    elif chosen.name == "nccl":
+        unique_id = tell(group, _C.nccl_unique_id() if group.rank() == 0 else b"")[0]
+        native = _C.nccl_communicator(*surroundings, unique_id)
+    else:
+        native = c10d.connect_on_device(group, surroundings, torch_stream, timeout)
+    made = Communicator(
+        native,
+        chosen.reason,
+        timeout,
+        stream=stream,
+        beside=beside,
+        device=device,
+        control=control,
+    )
+    made.torch_stream = torch_stream
+    return made
+
+
+def choose(group: dist.ProcessGroup, kind: str) -> Kind:
+    """The kind for this group on GPUs; the same on every rank.
+
+    Raises:
+        ValueError: `kind` is "nccl" and some rank cannot (on every rank).
+    """
+    if kind == "c10d":
+        return Kind("c10d", "asked for")
+    if group.size() == 1 and kind == "auto":
+        return Kind("local", "one rank")
+    problems = tell(group, _nccl_problem())
+    for rank, problem in enumerate(problems):
+        if problem and kind == "nccl":
+            raise ValueError(f"fsdpx: comm kind 'nccl' is impossible: rank {rank}: {problem}")
+        if problem:
+            return Kind("c10d", f"rank {rank}: {problem}")
+    return Kind("nccl", "asked for" if kind == "nccl" else f"NCCL {_version(_C.nccl_version())}")
+
+
+def _nccl_problem() -> str:
+    try:
+        _C.nccl_version()
+    except RuntimeError as error:
+        return str(error).removeprefix("fsdpx: ")
+    return ""
+
+
+def _version(code: int) -> str:
+    return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
