@@ -40,6 +40,7 @@ class UnitOptions:
     prefetch: int
     granularity: Granularity | Callable[[str, Any], Granularity]
     zero_stage: int = 3
+    offload: bool = False  # shards and their gradients live in CPU memory
 
 
 class Pending(NamedTuple):
@@ -83,7 +84,8 @@ class Unit:
         self.trainable: list[bool] = [bool(original_of(m).requires_grad) for m in parameters]
         self.layout = layout or self._plan(self.trainable)
         self.gathered_bytes = self.layout.gathered_bytes
-        self.shards = Shards(parameters, self.layout, group, device)
+        home = torch.device("cpu") if options.offload else device
+        self.shards = Shards(parameters, self.layout, group, home)
         self.native = self._make_native()
         self._make_leaves()
         self._nothing = torch.empty(1)  # what a unit without elements is attached to, for good
