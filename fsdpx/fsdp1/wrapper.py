@@ -142,10 +142,6 @@ class FullyShardedDataParallel(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy_sharded(self, memo)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        with keep_attributes(list(self.parameters())):
-            return super()._apply(fn, recurse)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError(
             f"FullyShardedDataParallel: the wrapper of {type(self._wrapped).__name__} cannot be "
