@@ -22,6 +22,8 @@ from . import (
     module,
     ops,
     order,
+    progress,
+    residency,
     schedule,
     unit,
 )
@@ -31,12 +33,19 @@ from .errors import CommTimeout, DesyncError
 from .flat_parameters import FlatParameter, flat_parameters
 from .full_parameters import full_parameters
 from .fully_shard import fully_shard
-from .module import FSDPModule, UnshardHandle, no_sync, register_fsdp_forward_method
+from .module import (
+    FSDPModule,
+    UnshardHandle,
+    no_sync,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 from .parameter import ShardedTensor
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .sync import sync_module_states, unequal_states
 from .timeline import record_timeline
 from .torch_private import leave_to_eager
+from .verify import verify
 
 if TYPE_CHECKING:
     from .fsdp1 import (
@@ -61,7 +70,19 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'fsdpx' has no attribute '{name}'")
 
 
-leave_to_eager(attributes, changes, gradients, hooks, memory, module, order, schedule, unit)
+leave_to_eager(
+    attributes,
+    changes,
+    gradients,
+    hooks,
+    memory,
+    module,
+    order,
+    progress,
+    residency,
+    schedule,
+    unit,
+)
 leave_to_eager(comm, comm.c10d, comm.choose, comm.communicator, comm.shm)
 
 __all__ = [
@@ -95,6 +116,8 @@ __all__ = [
     "ops",
     "record_timeline",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
     "sync_module_states",
     "unequal_states",
+    "verify",
 ]

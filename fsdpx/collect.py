@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
 from .parameter import ShardedTensor
-from .shards import Managed
+from .shards import Managed, original_of
 from .unit import Unit, unit_of
 
 
@@ -52,7 +53,23 @@ def collect(
                 entry = found.setdefault(id(parameter), Managed(path, parameter, []))
                 if (module, name) not in entry.owners:
                     entry.owners.append((module, name))
+    _check_memory(found.values())
     return list(found.values())
+
+
+def _check_memory(parameters: Iterable[Managed]) -> None:
+    """Refuses parameters that are two views of the same memory: shards would be copies of it."""
+    spans = []
+    for managed in parameters:
+        original = original_of(managed)
+        if original.numel() and original.is_contiguous() and not original.is_meta:
+            spans.append((original.data_ptr(), original.nbytes, managed.name))
+    for (begin, num_bytes, name), (following, _, other) in itertools.pairwise(sorted(spans)):
+        if following < begin + num_bytes:
+            raise ValueError(
+                f"fully_shard: parameters '{name}' and '{other}' are different objects over the "
+                "same memory: tie them by assigning one parameter to both modules"
+            )
 
 
 def _check_parameter(path: str, parameter: torch.Tensor, device: torch.device) -> None:
@@ -61,6 +78,12 @@ def _check_parameter(path: str, parameter: torch.Tensor, device: torch.device) -
             f"fully_shard: parameter '{path}' is shared with '{parameter._spec.name}', which is "
             f"already in the unit of {parameter._module or 'another module'}: shard the module "
             "that encloses both, without sharding them on their own"
+        )
+    if type(parameter).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise ValueError(
+            f"fully_shard: parameter '{path}' is a {type(parameter).__name__}, a tensor that "
+            "computes in its own way, which flat shards cannot hold: store plain tensors, or "
+            "name it in ignored_params"
         )
     if parameter.layout is not torch.strided:
         raise ValueError(

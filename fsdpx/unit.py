@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import enum
 import os
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,45 +22,13 @@ from .memory import Place
 from .mesh import ShardGroup
 from .policies import MixedPrecisionPolicy
 from .shards import Managed, Shards, original_of, take_edits
+from .states import LEGAL_MOVES, Phase, Storage
 from .zero import ZeroPolicy
 
+_OUTDATED = -1  # generation of a gather that must not be used again
 # Freed parameters become NaN: whoever still reads them is found out.
 POISON = os.environ.get("FSDPX_POISON") == "1"
 WAIT_FOREVER = 1e8  # seconds: the communicators' own limits end every collective
-
-
-class Storage(enum.Enum):
-    """Where a unit's full parameters are."""
-
-    SHARDED = enum.auto()  # nowhere
-    GATHERING = enum.auto()  # their all-gather has been issued
-    GATHERED = enum.auto()  # attached: views of them can be read
-
-    __hash__ = object.__hash__  # members are singletons; Enum's own hash runs in Python
-
-
-class Phase(enum.Enum):
-    """What the training step does with a unit."""
-
-    IDLE = enum.auto()
-    FORWARD = enum.auto()  # its forward runs (also when recomputed in backward)
-    BACKWARD = enum.auto()  # backward reads it; its gradients are not complete
-
-    __hash__ = object.__hash__
-
-
-_LEGAL_MOVES = {
-    (Storage.SHARDED, Storage.GATHERING),
-    (Storage.GATHERING, Storage.GATHERED),
-    (Storage.GATHERING, Storage.SHARDED),
-    (Storage.GATHERED, Storage.SHARDED),
-    (Phase.IDLE, Phase.FORWARD),
-    (Phase.IDLE, Phase.BACKWARD),
-    (Phase.FORWARD, Phase.IDLE),
-    (Phase.FORWARD, Phase.BACKWARD),
-    (Phase.BACKWARD, Phase.FORWARD),
-    (Phase.BACKWARD, Phase.IDLE),
-}
 
 
 @dataclass(frozen=True)
@@ -72,6 +40,7 @@ class UnitOptions:
     prefetch: int
     granularity: Granularity | Callable[[str, Any], Granularity]
     zero_stage: int = 3
+    offload: bool = False  # shards and their gradients live in CPU memory
 
 
 class Pending(NamedTuple):
@@ -115,7 +84,8 @@ class Unit:
         self.trainable: list[bool] = [bool(original_of(m).requires_grad) for m in parameters]
         self.layout = layout or self._plan(self.trainable)
         self.gathered_bytes = self.layout.gathered_bytes
-        self.shards = Shards(parameters, self.layout, group, device)
+        home = torch.device("cpu") if options.offload else device
+        self.shards = Shards(parameters, self.layout, group, home)
         self.native = self._make_native()
         self._make_leaves()
         self._nothing = torch.empty(1)  # what a unit without elements is attached to, for good
@@ -216,6 +186,7 @@ class Unit:
         made.rename(self.name)
         made.zero = copy.copy(self.zero)
         made.gradient_divisor = self.gradient_divisor
+        made.all_reduce_hook = self.all_reduce_hook
         made.ignored = dict(self.ignored)
         return made
 
@@ -284,6 +255,11 @@ class Unit:
         return self.gathered is not None and self.gathered.generation != self.generation
 
     @property
+    def is_edited(self) -> bool:
+        """Whether a full parameter was changed in place since it was gathered."""
+        return self.storage is Storage.GATHERED and self.native.version() != self._version
+
+    @property
     def trains_fully(self) -> bool:
         return all(self.trainable)
 
@@ -293,7 +269,7 @@ class Unit:
         now = self.storage if isinstance(to, Storage) else self.phase
         if now is to:
             return
-        if (now, to) not in _LEGAL_MOVES:
+        if (now, to) not in LEGAL_MOVES:
             raise AssertionError(f"unit '{self.name}': {now} -> {to}")
         if isinstance(to, Storage):
             self.storage = to
@@ -390,10 +366,11 @@ class Unit:
         if group.size == 1:
             return list(flags)
         control = group.control
-        counts = torch.tensor(flags, dtype=torch.float32, device="cpu")
-        where = (counts.data_ptr(), code(counts.dtype), counts.numel())
+        counts = array("f", flags)  # not a tensor: torch.func would wrap it
+        address, numel = counts.buffer_info()
+        where = (address, code(torch.float32), numel)
         self.wait(control.native.all_reduce(control.stream, self.name, *where))
-        return [count > 0 for count in counts.tolist()]
+        return [count > 0 for count in counts]
 
     def free(self) -> Place:
         """Detaches the full parameters; the caller gives the returned place back."""
@@ -440,9 +417,10 @@ class Unit:
         """Raises if a full parameter was changed in place since it was gathered: the change would
         be lost.
         """
-        version = self.native.version()
-        if version != self._version:
-            self._version = version
+        if self.is_edited:
+            assert self.gathered is not None
+            self._version = self.native.version()  # raises once
+            self.gathered = self.gathered._replace(generation=_OUTDATED)
             raise RuntimeError(
                 f"fsdpx: unit '{self.name}': forward changed a gathered parameter in place; the "
                 "change would be lost when the unit is freed. Change model.parameters() under "

@@ -26,7 +26,7 @@ MAX_FUNCTION_LINES = 60
 PYTHON_ROWS = (
     ("_C", "_build_info"),
     ("_native", "errors", "events", "dtypes"),
-    ("policies", "layout", "zero", "probe", "torch_private"),
+    ("policies", "layout", "zero", "states", "probe", "torch_private"),
     ("reference",),
     ("ops",),
     ("shard_ops",),
@@ -42,7 +42,7 @@ PYTHON_ROWS = (
     ("module", "describe", "full_parameters", "flat_parameters", "clip", "sync"),
     ("fully_shard",),
     ("fsdp1",),
-    ("timeline", "checkpoint"),
+    ("timeline", "checkpoint", "verify"),
     ("__init__",),
 )
 # Files of one native row may include each other. The first pattern that matches a name decides.
