@@ -108,6 +108,7 @@ def pipelined(_rank: int, _size: int, order: str, seeds: range) -> None:
             assert torch.equal(copied.cpu(), torch.cat(shards))
             assert torch.equal(sums[0].cpu(), gpu.size * shards[gpu.rank])
             assert torch.equal(sums[1].cpu(), gpu.size * (shards[gpu.rank] + 1))
+        gpu.close()
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -119,6 +120,7 @@ def chosen(_rank: int, _size: int) -> None:
     gpu = fsdpx.comm.create(device="cuda")
     assert gpu.kind == "nvlink"
     assert gpu.reason == "all ranks map each other's GPU memory"
+    gpu.close()
 
 
 def test_ranks_that_map_each_other_choose_it() -> None:
