@@ -323,13 +323,13 @@ class Communicator:
         """
         if self.closed:
             return
-        self.leave_word("left")
+        with contextlib.suppress(RuntimeError):  # the stream's owner may be closed already
+            self.leave_word("left")
+            if not self._owns_stream:
+                self.stream.enqueue(lambda: None).ended_within(seconds)
         self.closed = True
         if self._owns_stream:
             self.stream.close(seconds)
-        else:
-            with contextlib.suppress(RuntimeError):  # closed already
-                self.stream.enqueue(lambda: None).ended_within(seconds)
         self.native.close()  # a collective that still waits for others ends with an error now
         if self._owns_stream:
             self.stream.close(1.0)
