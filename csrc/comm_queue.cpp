@@ -15,14 +15,13 @@ std::shared_ptr<Event> issue(Stream& stream, Communicator& comm, const Tag& tag,
   const bool record = recorder != nullptr && recorder->enabled();
   const int64_t issue_ns = record ? now_ns() : 0;
   std::string unit = record ? tag.unit : std::string();
-  auto event =
-      stream.enqueue([call = std::move(call), unit = std::move(unit), owned = std::move(owned),
-                      operation, bytes, recorder, record, issue_ns] {
-        const int64_t begin_ns = record ? now_ns() : 0;
-        call();
-        if (record)
-          recorder->record({"comm", unit, operation, issue_ns, begin_ns, now_ns(), bytes});
-      });
+  auto event = stream.enqueue([call = std::move(call), unit = std::move(unit),
+                               owned = std::move(owned), clock = record ? stream.clock() : Clock(),
+                               operation, bytes, recorder, issue_ns] {
+    const Instant begin = clock ? clock() : Instant();
+    call();
+    if (clock) recorder->record({"comm", unit, operation, issue_ns, begin, clock(), bytes});
+  });
   comm.note_issued(event);
   return event;
 }

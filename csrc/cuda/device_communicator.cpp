@@ -128,14 +128,13 @@ void DeviceCommunicator::note_issued(std::shared_ptr<Event> event) {
         });
   watchdog_->watch(event, detail::concat("rank ", rank(), ": collective ", sequence_, ", ",
                                          announced_, ", on the GPU"));
-  Communicator::note_issued(std::move(event));
+  last_ = std::move(event);
 }
 
 void DeviceCommunicator::close() {
   if (closed_.exchange(true)) return;
   if (watchdog_ != nullptr) watchdog_->stop();
-  const auto last = last_issued();
-  if (last != nullptr && !last->query())
+  if (last_ != nullptr && !last_->query())
     fail(std::make_exception_ptr(
         std::runtime_error("fsdpx: the communicator was closed while a collective of it ran")));
   destroy();

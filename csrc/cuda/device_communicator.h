@@ -136,6 +136,7 @@ class DeviceCommunicator : public Communicator,
   std::map<int64_t, Region> regions_;
   int64_t num_regions_ = 0;
 
+  std::shared_ptr<Event> last_;  // collective
   SendBuffer send_buffers_[2];
   uint64_t num_sends_ = 0;
 
