@@ -31,7 +31,13 @@ from .errors import CommTimeout, DesyncError
 from .flat_parameters import FlatParameter, flat_parameters
 from .full_parameters import full_parameters
 from .fully_shard import fully_shard
-from .module import FSDPModule, UnshardHandle, no_sync, register_fsdp_forward_method
+from .module import (
+    FSDPModule,
+    UnshardHandle,
+    no_sync,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 from .parameter import ShardedTensor
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .sync import sync_module_states, unequal_states
@@ -95,6 +101,7 @@ __all__ = [
     "ops",
     "record_timeline",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
     "sync_module_states",
     "unequal_states",
 ]

@@ -62,6 +62,12 @@ def _check_parameter(path: str, parameter: torch.Tensor, device: torch.device) -
             f"already in the unit of {parameter._module or 'another module'}: shard the module "
             "that encloses both, without sharding them on their own"
         )
+    if type(parameter).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise ValueError(
+            f"fully_shard: parameter '{path}' is a {type(parameter).__name__}, a tensor that "
+            "computes in its own way, which flat shards cannot hold: store plain tensors, or "
+            "name it in ignored_params"
+        )
     if parameter.layout is not torch.strided:
         raise ValueError(
             f"fully_shard: parameter '{path}' has layout {parameter.layout}: make it dense"

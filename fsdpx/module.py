@@ -170,6 +170,10 @@ class FSDPModule:
         for unit in self._units(recurse=False):
             unit.gradient_divisor = factor
 
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The earlier name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
     # ---- Accepted: needless here
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
@@ -194,10 +198,13 @@ class FSDPModule:
     def set_post_optim_event(self, event: Any) -> None:
         """Accepted; on CPU an optimizer step has ended when it returns."""
 
-    # ---- Refused
-
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Accepted; parameters that backward does not read are not gathered in it."""
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accepted; gathers run beside the computation, always."""
+
+    # ---- Refused
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Not supported: communicators are chosen by `fully_shard(comm=...)`."""
@@ -254,6 +261,19 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return run_forward(unit, self, method, args, kwargs)
 
     setattr(module, method_name, types.MethodType(wrapped, module))
+
+
+def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
+    """Needless: root modules on the same process group share their communicator and its stream.
+
+    Raises:
+        ValueError: If a module is not sharded.
+    """
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(
+                f"share_comm_ctx: {type(module).__name__} is not sharded: call fully_shard on it"
+            )
 
 
 @contextlib.contextmanager

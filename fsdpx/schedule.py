@@ -142,7 +142,8 @@ class Schedule:
         if chosen is None:
             chosen = order.next(unit.options.prefetch)
         for following in chosen:
-            if following.storage is Storage.SHARDED and not following.pins:
+            mine = following.listener is self  # a child may be called by itself
+            if mine and following.storage is Storage.SHARDED and not following.pins:
                 self.residency.gather(following)
 
     def end_forward(self, unit: Unit, ok: bool) -> None:
