@@ -62,9 +62,9 @@ def parse_arguments() -> argparse.Namespace:
     shard.add_argument(
         "--stage",
         type=int,
-        choices=(2, 3),
+        choices=(1, 2, 3),
         default=3,
-        help="3: free parameters after forward, 2: keep them until backward",
+        help="ZeRO stage; 3: free parameters after forward, 1 and 2: keep them until they change",
     )
     shard.add_argument("--prefetch", type=int, default=1, help="units gathered ahead")
     shard.add_argument("--comm", default="auto", help="auto, shm or c10d")
@@ -90,11 +90,15 @@ def shard(model: GPT, args: argparse.Namespace) -> None:
     if args.dtype != "fp32":
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[args.dtype], reduce_dtype=torch.float32)
     options = functools.partial(
-        fully_shard, mp_policy=policy, prefetch=args.prefetch, comm=args.comm
+        fully_shard,
+        mp_policy=policy,
+        zero_stage=args.stage,
+        prefetch=args.prefetch,
+        comm=args.comm,
     )
     for block in model.blocks:
-        options(block, reshard_after_forward=args.stage == 3)
-    options(model)  # the root is kept until backward by default, which starts with it
+        options(block)
+    options(model)  # the root is kept until backward even in stage 3, as backward starts with it
 
 
 class Trainer:

@@ -65,6 +65,7 @@ class Gradients:
     partial_used: list[bool] = field(default_factory=list)  # parameters with one in `partial`
     in_flight: list[_InFlight] = field(default_factory=list)
     written: set[int] = field(default_factory=set)  # segments that hold this backward's gradients
+    waited: set[int] = field(default_factory=set)  # of these, segments with earlier ones, too
 
     # ---- Properties
 
@@ -113,8 +114,9 @@ class Gradients:
             self._note_used()
         used, self.used = [*self.used, unit.was_read], []
         unit.was_read = False
+        self.waited |= self.accumulated.keys() | self.partial.keys()
         accumulated, self.accumulated = self.accumulated, {}
-        numbers = sorted({*self._segments(), *accumulated, *self.partial})
+        numbers = sorted({*self._segments(), *self.waited})
         if not numbers:
             return
         added_later: dict[int, torch.Tensor] = {}
@@ -182,11 +184,13 @@ class Gradients:
         for number in self.written:
             for index, gradient in self.buffers[number].gradients.items():
                 parameter = self.unit.parameters[index].sharded
-                # Not of one that was frozen since the forward, either.
+                # Not of one that was frozen since the forward, unless earlier ones have waited.
                 trains = self.unit.trainable[index] and parameter.requires_grad
+                trains = trains or number in self.waited
                 if used[index] and parameter.grad is not gradient and trains:
                     parameter.grad = gradient
         self.written.clear()
+        self.waited.clear()
         self._run_hooks(used)
         return any(used), read
 
@@ -198,6 +202,7 @@ class Gradients:
                 self.unit.wait(each.event)
         self.in_flight.clear()
         self.written.clear()
+        self.waited.clear()
 
     def forget(self) -> None:
         """Forgets all gradients that `.grad` does not show yet."""

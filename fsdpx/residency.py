@@ -132,7 +132,8 @@ class Residency:
                 self.free(unit)
 
     def free_stale(self, among: Iterable[Unit] | None = None) -> None:
-        """Frees units that stayed gathered and whose shard has changed on any rank since.
+        """Frees units that stayed gathered, and whose shard or full parameters have changed on any
+        rank since.
 
         Ranks agree on it: loading a checkpoint, say, writes nothing on a rank whose share is empty.
 
@@ -143,10 +144,10 @@ class Residency:
         for unit in list(self._resident if among is None else among):
             # Inside full_parameters() ranks may run different forwards.
             if unit in self._resident and not unit.held:
-                unit.refresh()
                 by_comm.setdefault(unit.comm, []).append(unit)
         for comm, units in by_comm.items():
-            stale = units[0].on_any_rank([unit.is_stale for unit in units], comm)
+            mine = [unit.is_stale or unit.is_edited for unit in units]
+            stale = units[0].on_any_rank(mine, comm)
             for unit, is_stale in zip(units, stale, strict=True):
                 if is_stale and not unit.pins:
                     self.free(unit)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import enum
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -22,45 +21,13 @@ from .memory import Place
 from .mesh import ShardGroup
 from .policies import MixedPrecisionPolicy
 from .shards import Managed, Shards, original_of, take_edits
+from .states import LEGAL_MOVES, Phase, Storage
 from .zero import ZeroPolicy
 
+_OUTDATED = -1  # generation of a gather that must not be used again
 # Freed parameters become NaN: whoever still reads them is found out.
 POISON = os.environ.get("FSDPX_POISON") == "1"
 WAIT_FOREVER = 1e8  # seconds: the communicators' own limits end every collective
-
-
-class Storage(enum.Enum):
-    """Where a unit's full parameters are."""
-
-    SHARDED = enum.auto()  # nowhere
-    GATHERING = enum.auto()  # their all-gather has been issued
-    GATHERED = enum.auto()  # attached: views of them can be read
-
-    __hash__ = object.__hash__  # members are singletons; Enum's own hash runs in Python
-
-
-class Phase(enum.Enum):
-    """What the training step does with a unit."""
-
-    IDLE = enum.auto()
-    FORWARD = enum.auto()  # its forward runs (also when recomputed in backward)
-    BACKWARD = enum.auto()  # backward reads it; its gradients are not complete
-
-    __hash__ = object.__hash__
-
-
-_LEGAL_MOVES = {
-    (Storage.SHARDED, Storage.GATHERING),
-    (Storage.GATHERING, Storage.GATHERED),
-    (Storage.GATHERING, Storage.SHARDED),
-    (Storage.GATHERED, Storage.SHARDED),
-    (Phase.IDLE, Phase.FORWARD),
-    (Phase.IDLE, Phase.BACKWARD),
-    (Phase.FORWARD, Phase.IDLE),
-    (Phase.FORWARD, Phase.BACKWARD),
-    (Phase.BACKWARD, Phase.FORWARD),
-    (Phase.BACKWARD, Phase.IDLE),
-}
 
 
 @dataclass(frozen=True)
@@ -216,6 +183,7 @@ class Unit:
         made.rename(self.name)
         made.zero = copy.copy(self.zero)
         made.gradient_divisor = self.gradient_divisor
+        made.all_reduce_hook = self.all_reduce_hook
         made.ignored = dict(self.ignored)
         return made
 
@@ -284,6 +252,11 @@ class Unit:
         return self.gathered is not None and self.gathered.generation != self.generation
 
     @property
+    def is_edited(self) -> bool:
+        """Whether a full parameter was changed in place since it was gathered."""
+        return self.storage is Storage.GATHERED and self.native.version() != self._version
+
+    @property
     def trains_fully(self) -> bool:
         return all(self.trainable)
 
@@ -293,7 +266,7 @@ class Unit:
         now = self.storage if isinstance(to, Storage) else self.phase
         if now is to:
             return
-        if (now, to) not in _LEGAL_MOVES:
+        if (now, to) not in LEGAL_MOVES:
             raise AssertionError(f"unit '{self.name}': {now} -> {to}")
         if isinstance(to, Storage):
             self.storage = to
@@ -391,9 +364,11 @@ class Unit:
         if group.size == 1:
             return list(flags)
         control = group.control
+        # One stream for all that a communicator does: on CPU replicas are reduced on the shares'.
+        stream = self.comm.stream if control is group else control.stream
         counts = torch.tensor(flags, dtype=torch.float32, device="cpu")
         where = (counts.data_ptr(), code(counts.dtype), counts.numel())
-        self.wait(control.native.all_reduce(control.stream, self.name, *where))
+        self.wait(control.native.all_reduce(stream, self.name, *where))
         return [count > 0 for count in counts.tolist()]
 
     def free(self) -> Place:
@@ -441,9 +416,10 @@ class Unit:
         """Raises if a full parameter was changed in place since it was gathered: the change would
         be lost.
         """
-        version = self.native.version()
-        if version != self._version:
-            self._version = version
+        if self.is_edited:
+            assert self.gathered is not None
+            self._version = self.native.version()  # raises once
+            self.gathered = self.gathered._replace(generation=_OUTDATED)
             raise RuntimeError(
                 f"fsdpx: unit '{self.name}': forward changed a gathered parameter in place; the "
                 "change would be lost when the unit is freed. Change model.parameters() under "

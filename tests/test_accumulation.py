@@ -109,9 +109,16 @@ def freeze_between(rank: int, world_size: int, stages: tuple[int, ...]) -> list[
     errors.append(both.grad_error())
     both.step()
     both.zero_grad()
-    for model in models:
-        model.layers[0].requires_grad_(False)
+    both.model.set_requires_gradient_sync(False)
     both.backward(3)
+    both.model.set_requires_gradient_sync(True)
+    for model in models:  # what it has so far counts
+        model.layers[0].requires_grad_(False)
+    both.backward(4)
+    errors.append(both.grad_error())
+    both.step()
+    both.zero_grad()
+    both.backward(5)
     errors.append(both.grad_error())
     both.step()
     return [*errors, both.weight_error()]
@@ -211,6 +218,51 @@ def edits(both: Beside) -> Iterator[float]:
     both.model.load_state_dict({n: v * 2 for n, v in halved.items()}, assign=True)
     both.reference.load_state_dict(state)
     yield both.eval_error(5)
+    both.model.to_empty(device="cpu")
+    both.model.load_state_dict(halved)
+    both.reference.load_state_dict({name: value * 0.5 for name, value in state.items()})
+    yield both.eval_error(6)
+
+
+def edits_of_whole_parameters(both: Beside) -> Iterator[float]:
+    """A forward that changes a gathered parameter is an error, and changes nothing."""
+
+    def edit(module: Any, args: Any) -> None:
+        with torch.no_grad():
+            module.weight.mul_(2.0)
+
+    both.backward(0)
+    for fails in (False, True):
+        hooks = [both.model.layers[0].register_forward_pre_hook(edit)]
+        if fails:  # before the edit can be seen
+            hooks.append(both.model.layers[0].register_forward_pre_hook(fail))
+        with pytest.raises(ValueError if fails else RuntimeError, match=r"in (place|forward)"):
+            both.model(batch(1, both.rank))
+        for hook in hooks:
+            hook.remove()
+        both.backward(2)
+        yield both.grad_error()
+
+
+def optimizer_in_backward(both: Beside) -> Iterator[float]:
+    """Every parameter steps as soon as its gradient is there."""
+    for parameter in both.model.parameters():
+        parameter.register_post_accumulate_grad_hook(step_one)
+    for number in range(3):
+        both.backward(number)
+        for parameter in both.reference.parameters():
+            step_one(parameter)
+        yield both.weight_error()
+
+
+def fail(module: Any, args: Any) -> None:
+    raise ValueError("in forward")
+
+
+def step_one(parameter: Any) -> None:
+    with torch.no_grad():
+        parameter.add_(parameter.grad, alpha=-0.05)
+    parameter.grad = None
 
 
 def clip_and_scale(both: Beside) -> Iterator[float]:
@@ -238,6 +290,8 @@ LOOPS = (
     grads_of_the_users_own,
     eval_between,
     edits,
+    edits_of_whole_parameters,
+    optimizer_in_backward,
     clip_and_scale,
 )
 
@@ -281,9 +335,6 @@ def raise_in_backward(both: Beside, number: int) -> None:
 
 
 def raise_in_forward(both: Beside, number: int) -> None:
-    def fail(module: Any, args: Any) -> None:
-        raise ValueError("in forward")
-
     hook = both.model.layers[1].register_forward_pre_hook(fail)
     with pytest.raises(ValueError, match="in forward"):
         both.model(batch(number, both.rank))

@@ -26,7 +26,7 @@ MAX_FUNCTION_LINES = 60
 PYTHON_ROWS = (
     ("_C", "_build_info"),
     ("_native", "errors", "events", "dtypes"),
-    ("policies", "layout", "zero", "probe", "torch_private"),
+    ("policies", "layout", "zero", "states", "probe", "torch_private"),
     ("reference",),
     ("ops",),
     ("comm",),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 ORDERS = ("eager", "late", "random")
@@ -22,7 +23,8 @@ COUNTERS = ("allocations", "frees", "host_waits", "launches", "copies", "collect
 runtime = ctypes.CDLL(None)  # run.py has the simulated libraries loaded first
 active = hasattr(runtime, "cudasim_set")
 if active:
-    runtime.cudasim_trace.restype = runtime.cudasim_traffic.restype = ctypes.c_char_p
+    for _name in ("trace", "traffic", "waits"):
+        getattr(runtime, f"cudasim_{_name}").restype = ctypes.c_char_p
     runtime.cudasim_get.restype = runtime.cudasim_host_us.restype = ctypes.c_double
     runtime.cudasim_counter.restype = runtime.cudasim_peak_bytes.restype = ctypes.c_uint64
 
@@ -52,6 +54,15 @@ def busy(us: float, name: str = "busy", stream: Any = None) -> None:
 def charge(nbytes: int, name: str, stream: Any = None) -> None:
     """Charges a stream's clock for memory traffic of work that was done by other means."""
     runtime.cudasim_charge(_stream(stream), ctypes.c_double(nbytes), name.encode())
+
+
+def write(address: int, source: int, nbytes: int) -> None:
+    """An operation of the current stream that writes what is now at `source`, on the host.
+
+    It takes no time: `charge` says what the work costs that made it.
+    """
+    target, data = ctypes.c_void_p(address), ctypes.c_void_p(source)
+    runtime.cudasim_write(_stream(None), target, data, ctypes.c_size_t(nbytes))
 
 
 def drain(stream: Any = None) -> None:
@@ -109,6 +120,18 @@ def trace() -> list[dict[str, Any]]:
     """Runs what is queued; the spans of virtual time since the last reset."""
     spans: list[dict[str, Any]] = json.loads(runtime.cudasim_trace().decode())
     return spans
+
+
+def waits() -> list[dict[str, Any]]:
+    """Waits of streams for events since the last reset, and which operations they order."""
+    found: list[dict[str, Any]] = json.loads(runtime.cudasim_waits().decode())
+    return found
+
+
+def drop_waits(period: int, indices: Sequence[int]) -> None:
+    """Leaves out of each `period` waits for events those with these indices, until a reset."""
+    array = (ctypes.c_size_t * len(indices))(*indices)
+    runtime.cudasim_drop_waits(ctypes.c_size_t(period), array, ctypes.c_size_t(len(indices)))
 
 
 def reset() -> None:

@@ -3,8 +3,9 @@
     with CpuOperators():
         loss = model(x).sum(); loss.backward()
 
-An operator first runs what is queued on the current stream (the virtual clock does not notice),
-computes, and then puts an operation of the modelled cost on that stream.
+An operator first runs what is queued on the current stream (the virtual clock does not notice) and
+computes on copies. Its results are written by an operation on that stream. So reads are early, and
+writes as late as the order has it.
 """
 
 from __future__ import annotations
@@ -129,28 +130,54 @@ class CpuOperators(TorchDispatchMode):
             for tensor in inputs:
                 tensor.detach()  # lets dispatch keys below Python see it, as the operator would
             cudasim.drain()
-            originals: dict[int, tuple[Tensor, Tensor]] = {}
+            written = {id(tensor) for tensor in mutated(func, args, kwargs) if tensor.is_cuda}
+            hosts: dict[int, Tensor] = {}  # by id of the original
+            originals: dict[int, Tensor] = {}  # by id of the host tensor
+            made: list[tuple[Tensor, Tensor]] = []
 
             def down(tensor: Tensor) -> Tensor:
-                copy = alias(tensor)
-                originals[id(copy)] = tensor, copy  # keeps it alive, so that its id stays its own
-                return copy
+                if id(tensor) not in hosts:
+                    host = alias(tensor)
+                    hosts[id(tensor)] = copy_of(host) if id(tensor) in written else host
+                    originals[id(hosts[id(tensor)])] = tensor
+                return hosts[id(tensor)]
 
             def up(tensor: Tensor) -> Tensor:
                 if id(tensor) in originals:  # in place, or out=
-                    return originals[id(tensor)][0]
-                out = torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
-                )
-                alias(out).copy_(tensor)
-                mark_written(out)
+                    return originals[id(tensor)]
+                shape, strides = tensor.shape, tensor.stride()
+                out = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=device)
+                made.append((out, tensor))
                 return out
 
             a, k = tree_map_only(Tensor, down, (args, kwargs))
             if k.get("device") is not None:
                 k = dict(k, device="cpu")
             result = tree_map_only(Tensor, up, func(*a, **k))
-            for tensor in mutated(func, args, kwargs):
-                mark_written(tensor)
-            cudasim.charge(nbytes(inputs) + nbytes(tensors_in(result)), str(func))
+            made += [(originals[id(hosts[i])], hosts[i]) for i in written]
+            charged = nbytes(inputs) + nbytes(tensors_in(result))
+            cudasim.charge(charged, str(func))
+            write(made)
             return result
+
+
+def span(tensor: Tensor) -> int:
+    """Elements from the first to the last in memory."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def copy_of(host: Tensor) -> Tensor:
+    return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype).copy_(host)
+
+
+def write(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Puts the writing of (device, host) pairs of tensors on the current stream."""
+    for device, host in pairs:
+        if span(device) == device.numel():
+            cudasim.write(device.data_ptr(), host.data_ptr(), nbytes([device]))
+        else:  # a view with gaps, at once
+            cudasim.drain()
+            alias(device).copy_(host)
+            mark_written(device)

@@ -117,6 +117,7 @@ API cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t ev, unsigned) {
   Lock lock;
   const Event* const e = event_of(ev);
   if (!e->latest && !e->remote) return result();  // never recorded: no wait, as in CUDA
+  if (e->latest && note_wait(stream_of(s), *e->latest)) return result();
   Op op;
   if (e->remote) {
     op = wait_for_process(e->shared);

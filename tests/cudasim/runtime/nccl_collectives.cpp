@@ -227,6 +227,22 @@ API ncclResult_t ncclAllGather(const void* send, void* recv, size_t n, ncclDataT
                  s);
 }
 
+API ncclResult_t ncclAlltoAll(const void* send, void* recv, size_t n, ncclDataType_t t,
+                              ncclComm_t c, cudaStream_t s) {
+  Lock lock;
+  CHECK_COMM(c);
+  const size_t bytes = n * width(t);
+  const auto exchange = [=](const Inputs& in) {
+    const size_t mine = static_cast<size_t>(c->rank) * bytes;
+    for (size_t r = 0; r < in.size(); ++r) {
+      copy(static_cast<char*>(recv) + r * bytes, in[r] + mine, bytes);
+    }
+  };
+  const size_t all = bytes * static_cast<size_t>(c->n);
+  const double link_bytes = double(bytes) * (c->n - 1);
+  return enqueue(c, {describe("AlltoAll", n, t), send, all, link_bytes, exchange}, s);
+}
+
 API ncclResult_t ncclReduceScatter(const void* send, void* recv, size_t n, ncclDataType_t t,
                                    ncclRedOp_t op, ncclComm_t c, cudaStream_t s) {
   Lock lock;

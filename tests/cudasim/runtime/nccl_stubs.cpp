@@ -7,7 +7,6 @@
     return 5 /* ncclInvalidUsage */;                          \
   }
 
-NOT_SIMULATED(ncclAlltoAll)
 NOT_SIMULATED(ncclCommGetUniqueId)
 NOT_SIMULATED(ncclCommGrow)
 NOT_SIMULATED(ncclCommMemStats)

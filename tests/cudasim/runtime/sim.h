@@ -80,6 +80,7 @@ void start_memory();
 struct Stream;
 struct Record {  // one cudaEventRecord
   Stream* stream;
+  std::string after = "nothing";  // the operation before it on its stream
   bool done = false;
   double time = 0;
 };
@@ -96,6 +97,8 @@ struct Op {
 };
 struct Stream {
   std::deque<Op> queue;
+  std::string latest = "nothing";      // operation pushed
+  std::vector<size_t> new_waits = {};  // noted since then
   int id = 0, device = 0;
   double time = 0;
 };
@@ -126,6 +129,8 @@ void poll();  // a query: lets eager and random streams, and a host that spins, 
 bool step_first();
 void drop_everything();
 void reset_streams();
+// One cudaStreamWaitEvent, by what it orders. True when it is to be left out (cudasim_drop_waits).
+bool note_wait(Stream* s, const Record& event);
 
 // ---- Faults are sticky, like a corrupted CUDA context, until cudasim_reset
 

@@ -20,6 +20,15 @@ struct Span {
 };
 std::vector<Span>& spans = *new std::vector<Span>;
 
+// Waits of streams for events since the last reset, and which of them are left out.
+struct Wait {
+  int stream, event_stream;
+  std::string event_after, before;  // the operations that it orders
+};
+std::vector<Wait>& waits = *new std::vector<Wait>;
+size_t dropped_period = 0;  // of each so many waits, those of `dropped` are left out
+std::vector<size_t>& dropped = *new std::vector<size_t>;
+
 Stream* legacy_stream(int owner) {
   static auto& legacy = *new std::map<int, Stream*>;
   Stream*& s = legacy[owner];
@@ -58,9 +67,10 @@ void step(Stream* s) {
 // which one stream is far behind another are the ones that show a missing dependency, and a fair
 // choice at every step seldom makes them.
 int eagerness(const Stream* s) {
-  uint32_t x = uint32_t(settings.seed) * 0x9E3779B9u + uint32_t(s->id) * 0x85EBCA6Bu;
-  x = (x ^ x >> 15) * 0x2C1B3C6Du;
-  return int((x ^ x >> 12) & 3);
+  uint32_t x = uint32_t(settings.seed) * 0x9E3779B9u + uint32_t(s->id + 1) * 0x85EBCA6Bu;
+  x = (x ^ x >> 16) * 0x85EBCA6Bu;
+  x = (x ^ x >> 13) * 0xC2B2AE35u;
+  return int((x ^ x >> 16) & 3);
 }
 
 bool step_random() {
@@ -132,7 +142,25 @@ bool waits_for_others() {
   });
 }
 
+void note_operation(Stream* s, const std::string& name) {
+  s->latest = name;
+  for (const size_t number : s->new_waits) waits[number].before = name;
+  s->new_waits.clear();
+}
+
+void forget_waits() {
+  waits.clear();
+  for (Stream* s : streams) s->new_waits.clear();
+}
+
 }  // namespace
+
+bool note_wait(Stream* s, const Record& event) {
+  const size_t number = waits.size();
+  waits.push_back({s->id, event.stream->id, event.after, ""});
+  s->new_waits.push_back(number);
+  return dropped_period && std::count(dropped.begin(), dropped.end(), number % dropped_period);
+}
 
 Stream* new_stream(int owner) {
   auto* const s = new Stream;
@@ -189,7 +217,11 @@ void push(Stream* s, Op op) {
   spins = 0;
   host_us += settings.call_us;
   op.host_us = host_us;
-  if (op.record) op.record->stream = s;
+  if (op.record) {
+    op.record->stream = s;
+    op.record->after = s->latest;
+  }
+  if (op.traced) note_operation(s, op.name);
   if (fault.code) return finish(op.record, s->time);
   s->queue.push_back(std::move(op));
   if (settings.order == kEager) advance();
@@ -232,6 +264,8 @@ void sync_all() {
 void reset_streams() {
   host_us = 0;
   spans.clear();
+  forget_waits();
+  dropped_period = 0;
   for (Stream* s : streams) s->time = 0;
 }
 
@@ -251,6 +285,33 @@ API const char* cudasim_trace() {
              "\"start_us\": %.17g, \"end_us\": %.17g, \"bytes\": %.17g}",
              json.size() > 1 ? ",\n" : "", s.rank, s.device, s.stream, s.name.c_str(), s.start,
              s.end, s.bytes);
+    json += line;
+  }
+  json += "]";
+  return json.c_str();
+}
+
+// Leaves out of each `period` waits of streams for events those with these indices, until a reset.
+API void cudasim_drop_waits(size_t period, const size_t* indices, size_t count) {
+  sim::Lock lock;
+  sim::forget_waits();
+  sim::dropped_period = period;
+  sim::dropped.assign(indices, indices + count);
+}
+
+// Waits of streams for events since the last reset, as JSON.
+API const char* cudasim_waits() {
+  using namespace sim;
+  Lock lock;
+  static std::string& json = *new std::string;
+  json = "[";
+  for (const Wait& w : waits) {
+    char line[1024];
+    snprintf(line, sizeof line,
+             "%s{\"stream\": %d, \"before\": \"%.300s\", \"event_stream\": %d, \"after\": "
+             "\"%.300s\"}",
+             json.size() > 1 ? ",\n" : "", w.stream, w.before.c_str(), w.event_stream,
+             w.event_after.c_str());
     json += line;
   }
   json += "]";

@@ -1,0 +1,73 @@
+"""Whole training steps of the CUDA build: the numbers of the CPU run, in every order of streams.
+
+In the simulation the same bits come out, as torch's own operators run on the CPU there; on a real
+GPU the losses agree within rounding. Freed parameters are NaN.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import cudasim
+import pytest
+import torch
+from cuda_training import Result, Training, run_orders
+from ranks import RankError, run_ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+COMMS = ("nccl", "c10d")
+ORDERS = [("eager", 1), ("late", 1), *(("random", seed) for seed in range(3))]
+# Random orders of each case of `test_every_order`; together at least 200.
+NUM_SEEDS = 20
+REFUSED = "several ranks on one GPU"
+
+
+def results_of(
+    world_size: int, training: Training, orders: list[tuple[str, int]]
+) -> list[list[Result]]:
+    """By rank: the run on CPU, then those on CUDA. Skips where ranks cannot share a GPU."""
+    too_few = not cudasim.active and torch.cuda.device_count() < world_size
+    try:
+        return run_ranks(world_size, run_orders, training, orders, timeout=600)
+    except RankError as error:
+        text = str(error)
+        if too_few and "Duplicate GPU" in text:
+            pytest.skip(f"NCCL {torch.cuda.nccl.version()} refuses {REFUSED}")
+        raise
+
+
+def check(world_size: int, training: Training, orders: list[tuple[str, int]], exact: bool) -> None:
+    for cpu, *results in results_of(world_size, training, orders):
+        if exact and cudasim.active:
+            assert set(results) == {cpu}
+            continue
+        limit = 2e-2 if training.low else 1e-5
+        assert len(set(results)) == 1 or not cudasim.active
+        assert results[0].losses == pytest.approx(cpu.losses, rel=limit)
+
+
+@pytest.mark.parametrize("low", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("world_size", "comm"), [(1, "auto"), *itertools.product((2, 4), COMMS)])
+def test_every_order(world_size: int, comm: str, low: bool) -> None:
+    orders = [("eager", 1), ("late", 1), *(("random", seed) for seed in range(NUM_SEEDS))]
+    check(world_size, Training(comm=comm, low=low), orders, exact=world_size == 1)
+
+
+WAYS = {
+    "prefetch 0": Training(prefetch=0),
+    "prefetch 2": Training(prefetch=2),
+    "accumulation": Training(num_micro_batches=3, sync_each=False),
+    "several backwards": Training(num_micro_batches=2),
+    "frozen": Training(frozen=True, num_steps=3),
+    "checkpointing": Training(checkpoint=True, low=True),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_train(way: str) -> None:
+    check(2, WAYS[way], ORDERS, exact=False)
+
+
+def test_hsdp() -> None:
+    check(4, Training(replicas=2), ORDERS, exact=False)
