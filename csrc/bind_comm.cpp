@@ -140,10 +140,33 @@ py::list take(Recorder& recorder) {
   return rows;
 }
 
-void bind_streams(py::module_& m) {
+void bind_recorder(py::module_& m) {
   py::class_<Instant>(m, "Instant", "A point in time; on a GPU it may lie ahead.")
       .def(py::init<int64_t>(), py::arg("ns"));
   py::implicitly_convertible<int64_t, Instant>();
+  py::class_<Recorder, shared_ptr<Recorder>>(m, "Recorder")
+      .def(py::init<>())
+      .def_property_readonly("enabled", &Recorder::enabled)
+      .def("enable", &Recorder::enable, py::arg("on"))
+      .def(
+          "record",
+          [](Recorder& recorder, const std::string& lane, std::string unit, std::string operation,
+             const Instant& issue, const Instant& begin, const Instant& end, int64_t wire_bytes) {
+            const char* lane_name = lane == "compute" ? "compute"
+                                    : lane == "comm"  ? "comm"
+                                                      : "resident";
+            recorder.record(
+                {lane_name, std::move(unit), std::move(operation), issue, begin, end, wire_bytes});
+          },
+          py::arg("lane"), py::arg("unit"), py::arg("operation"), py::arg("issue"),
+          py::arg("begin"), py::arg("end"), py::arg("wire_bytes") = 0,
+          "Times are instants, or nanoseconds of now_ns().")
+      .def("take", &take,
+           "Events so far as (lane, unit, operation, issue_ns, begin_ns, end_ns, wire_bytes).");
+  m.def("now_ns", &now_ns, "The recorder's clock.");
+}
+
+void bind_streams(py::module_& m) {
   py::class_<Event, shared_ptr<Event>>(m, "Event")
       .def("query", &Event::query, "True when the task has ended, well or not.")
       .def("wait", &wait_for, py::arg("seconds"),
@@ -181,26 +204,6 @@ void bind_streams(py::module_& m) {
       .def("close", &Stream::close, py::arg("seconds"), py::call_guard<py::gil_scoped_release>());
   py::class_<WorkerStream, Stream, shared_ptr<WorkerStream>>(m, "WorkerStream")
       .def(py::init<std::string>(), py::arg("name"));
-  py::class_<Recorder, shared_ptr<Recorder>>(m, "Recorder")
-      .def(py::init<>())
-      .def_property_readonly("enabled", &Recorder::enabled)
-      .def("enable", &Recorder::enable, py::arg("on"))
-      .def(
-          "record",
-          [](Recorder& recorder, const std::string& lane, std::string unit, std::string operation,
-             const Instant& issue, const Instant& begin, const Instant& end, int64_t wire_bytes) {
-            const char* lane_name = lane == "compute" ? "compute"
-                                    : lane == "comm"  ? "comm"
-                                                      : "resident";
-            recorder.record(
-                {lane_name, std::move(unit), std::move(operation), issue, begin, end, wire_bytes});
-          },
-          py::arg("lane"), py::arg("unit"), py::arg("operation"), py::arg("issue"),
-          py::arg("begin"), py::arg("end"), py::arg("wire_bytes") = 0,
-          "Times are instants, or nanoseconds of now_ns().")
-      .def("take", &take,
-           "Events so far as (lane, unit, operation, issue_ns, begin_ns, end_ns, wire_bytes).");
-  m.def("now_ns", &now_ns, "The recorder's clock.");
 }
 
 void bind_operations(py::module_& m) {
@@ -365,6 +368,7 @@ std::vector<uint8_t> used_on_any_rank(const ReduceOp& op) {
 
 void bind_comm(py::module_& m) {
   py::register_exception_translator(&translate);
+  bind_recorder(m);
   bind_streams(m);
   bind_operations(m);
   bind_communicator(m);
