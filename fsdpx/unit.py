@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -39,6 +40,7 @@ class UnitOptions:
     prefetch: int
     granularity: Granularity | Callable[[str, Any], Granularity]
     zero_stage: int = 3
+    offload: bool = False  # shards and their gradients live in CPU memory
 
 
 class Pending(NamedTuple):
@@ -82,7 +84,8 @@ class Unit:
         self.trainable: list[bool] = [bool(original_of(m).requires_grad) for m in parameters]
         self.layout = layout or self._plan(self.trainable)
         self.gathered_bytes = self.layout.gathered_bytes
-        self.shards = Shards(parameters, self.layout, group, device)
+        home = torch.device("cpu") if options.offload else device
+        self.shards = Shards(parameters, self.layout, group, home)
         self.native = self._make_native()
         self._make_leaves()
         self._nothing = torch.empty(1)  # what a unit without elements is attached to, for good
@@ -366,10 +369,11 @@ class Unit:
         control = group.control
         # One stream for all that a communicator does: on CPU replicas are reduced on the shares'.
         stream = self.comm.stream if control is group else control.stream
-        counts = torch.tensor(flags, dtype=torch.float32, device="cpu")
-        where = (counts.data_ptr(), code(counts.dtype), counts.numel())
+        counts = array("f", flags)  # not a tensor: torch.func would wrap it
+        address, numel = counts.buffer_info()
+        where = (address, code(torch.float32), numel)
         self.wait(control.native.all_reduce(stream, self.name, *where))
-        return [count > 0 for count in counts.tolist()]
+        return [count > 0 for count in counts]
 
     def free(self) -> Place:
         """Detaches the full parameters; the caller gives the returned place back."""

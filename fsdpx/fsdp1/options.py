@@ -58,7 +58,8 @@ def unit_options(
         param_dtype=mixed.param_dtype, reduce_dtype=mixed.reduce_dtype, cast_forward_inputs=False
     )
     # reshard_after_forward None: in stage 3 the outermost wrapper stays gathered, as in FSDP1.
-    return UnitOptions(policy, None, 1, "element", ZERO_STAGES[strategy])
+    offloads = offload is not None and offload.offload_params
+    return UnitOptions(policy, None, 1, "element", ZERO_STAGES[strategy], offloads)
 
 
 def prefetches_in_backward(value: BackwardPrefetch | None) -> bool:
