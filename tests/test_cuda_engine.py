@@ -1,5 +1,5 @@
-"""The engine on CUDA, in simulation: timelines on the virtual clock, what a step asks of the host, and
-what happens when something goes wrong.
+"""The engine on CUDA, in simulation: timelines on the virtual clock, what a step asks of the host,
+and what happens when something goes wrong.
 """
 
 from __future__ import annotations
