@@ -141,7 +141,8 @@ class Residency:
             among: The units to look at; None for all.
         """
         by_comm: dict[Communicator, list[Unit]] = {}
-        for unit in list(self._resident if among is None else among):
+        # In registration order: ranks need not have used the units that they keep alike.
+        for unit in self.levels if among is None else among:
             # Inside full_parameters() ranks may run different forwards.
             if unit in self._resident and not unit.held:
                 by_comm.setdefault(unit.comm, []).append(unit)

@@ -275,9 +275,13 @@ class Schedule:
             unit: Where backward is now.
             reading: Whether it reads `unit`, or has completed its gradients.
         """
-        if not self._accumulates or (unit is not None and unit not in self._participants):
+        if not self._accumulates:
             return
-        for other in reversed(list(self._participants)):
+        passed = list(reversed(self._participants))
+        if unit is not None and unit not in self._participants:  # frozen: only the order has it
+            ahead = self._backward.before(unit)
+            passed = [other for other in passed if other in ahead]
+        for other in passed:
             if other is unit:
                 return
             if other.pins or other.phase is not Phase.IDLE or other.native.num_expected():

@@ -323,7 +323,10 @@ class Communicator:
         """
         if self.closed:
             return
-        self.leave_word("left")
+        with contextlib.suppress(
+            RuntimeError
+        ):  # whose stream this one shares may be closed already
+            self.leave_word("left")
         self.closed = True
         if self._owns_stream:
             self.stream.close(seconds)
