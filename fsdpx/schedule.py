@@ -184,6 +184,8 @@ class Schedule:
 
     def _end_forwards(self, ok: bool) -> None:
         """The outermost forward has ended: units gathered on a wrong guess are freed."""
+        if ok:
+            self.residency.finish()
         for around in self.around_forwards:
             around.after()
         self.residency.free_others(keep=self.residency.is_kept)
@@ -359,6 +361,7 @@ class Schedule:
             for unit in reversed(self.units):  # used by earlier micro-batches only
                 if self.gradients[unit].is_due:
                     self._reduce(unit)
+        self.residency.finish()
         for unit in self.units:
             if self.gradients[unit].in_flight:
                 used, read = self.gradients[unit].deliver()

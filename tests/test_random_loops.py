@@ -179,7 +179,7 @@ def run_loop(rank: int, world_size: int, seed: int, options: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("comm", ["shm", "c10d"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, 156])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_random_loop(world_size: int, seed: int, comm: str) -> None:
     run_ranks(world_size, run_loop, seed, {"comm": comm})
