@@ -28,6 +28,12 @@ def storage_use_count(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
 
 
+def tensor_use_count(tensor: torch.Tensor) -> int:
+    """How many hold `tensor`'s content: its Python object, and graphs of forwards."""
+    private: Any = tensor
+    return int(private._use_count())
+
+
 def swap_content(a: torch.Tensor, b: torch.Tensor) -> None:
     """Exchanges the values, classes and attributes of two tensor objects."""
     a.__class__, b.__class__ = b.__class__, a.__class__

@@ -49,7 +49,7 @@ class Pending(NamedTuple):
     event: _C.Event
     place: Place
     generation: int
-    issue_ns: int
+    issued: _C.Instant | int  # ns
 
 
 class Unit:
@@ -309,7 +309,8 @@ class Unit:
             self._followed = generation
         for mark in place.free_after:
             comm.stream.follow(mark)
-        issue_ns = time.monotonic_ns()
+        recording = comm.recorder.enabled
+        issued = comm.stream.reached() if recording else time.monotonic_ns()
         event = comm.native.all_gather(
             comm.stream,
             self._plan_gather,
@@ -318,7 +319,7 @@ class Unit:
             comm.recorder,
         )
         comm.in_flight.add(event, self.shards.flat)
-        self.gathered = Pending(event, place, generation, issue_ns)
+        self.gathered = Pending(event, place, generation, issued)
         self._move(Storage.GATHERING)
 
     def _make_gather_plan(self) -> _C.GatherPlan:
@@ -356,9 +357,9 @@ class Unit:
         if not recorder.enabled:
             event.wait(WAIT_FOREVER)
             return
-        begin = time.monotonic_ns()
+        begin = self.comm.stream.computed()
         event.wait(WAIT_FOREVER)
-        end = time.monotonic_ns()
+        end = self.comm.stream.computed()
         recorder.record("compute", self.name, "wait", begin, begin, end, 0)
 
     def on_any_rank(self, flags: Sequence[bool], group: Communicator) -> list[bool]:
@@ -366,12 +367,10 @@ class Unit:
         if group.size == 1:
             return list(flags)
         control = group.control
-        # One stream for all that a communicator does: on CPU replicas are reduced on the shares'.
-        stream = self.comm.stream if control is group else control.stream
         counts = array("f", flags)  # not a tensor: torch.func would wrap it
         address, numel = counts.buffer_info()
         where = (address, code(torch.float32), numel)
-        self.wait(control.native.all_reduce(stream, self.name, *where))
+        self.wait(control.native.all_reduce(control.stream, self.name, *where))
         return [count > 0 for count in counts]
 
     def free(self) -> Place:
@@ -388,7 +387,7 @@ class Unit:
         self._move(Storage.SHARDED)
         recorder = self.comm.recorder
         if recorder.enabled:
-            begin, end = gathered.issue_ns, time.monotonic_ns()
+            begin, end = gathered.issued, comm.stream.computed()
             recorder.record("resident", self.name, "full", begin, begin, end, 0)
         return place
 
