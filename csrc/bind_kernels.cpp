@@ -4,10 +4,12 @@
 #include <pybind11/stl.h>
 
 #include <tuple>
+#include <utility>
 #include <vector>
 
-#include "check.h"
+#include "bind_values.h"
 #include "kernels.h"
+#include "shard_passes.h"
 
 namespace py = pybind11;
 
@@ -15,14 +17,6 @@ namespace fsdpx {
 namespace {
 
 using SpanTuple = std::tuple<uintptr_t, int64_t, int64_t>;  // address, numel, offset
-
-DType to_dtype(int code) {
-  check(code >= 0 && code <= static_cast<int>(DType::kBits128), "dtype code ", code,
-        " does not exist");
-  return static_cast<DType>(code);
-}
-
-void* pointer(uintptr_t address) { return reinterpret_cast<void*>(address); }
 
 template <typename SpanType>
 std::vector<SpanType> to_spans(const std::vector<SpanTuple>& tuples) {
@@ -63,6 +57,20 @@ void py_reduce(const std::vector<uintptr_t>& srcs, int from, uintptr_t dst, int 
   reduce(sources, to_dtype(from), pointer(dst), to_dtype(to), numel, scale, accumulate);
 }
 
+std::pair<double, bool> py_norm_and_check(uintptr_t src, int dtype, int64_t numel) {
+  const py::gil_scoped_release release;
+  const NormAndCheck result = norm_and_check(pointer(src), to_dtype(dtype), numel);
+  return {result.square, result.not_finite != 0};
+}
+
+void py_adamw(const AdamWTuple& shard, double lr, std::pair<double, double> betas, double eps,
+              double weight_decay, int64_t step, double grad_scale, bool maximize) {
+  const py::gil_scoped_release release;
+  const AdamWOptions options{lr,           betas.first, betas.second, eps,
+                             weight_decay, step,        grad_scale,   maximize};
+  adamw(to_adamw_shard(shard), options);
+}
+
 }  // namespace
 
 void bind_kernels(py::module_& m) {
@@ -79,6 +87,13 @@ void bind_kernels(py::module_& m) {
   m.def("reduce", &py_reduce, py::arg("srcs"), py::arg("from_dtype"), py::arg("dst"),
         py::arg("to_dtype"), py::arg("numel"), py::arg("scale") = 1.0,
         py::arg("accumulate") = false);
+  m.def("norm_and_check", &py_norm_and_check, py::arg("src"), py::arg("dtype"), py::arg("numel"),
+        "The squared norm, and whether some element is not finite.");
+  m.def("adamw", &py_adamw, py::arg("shard"), py::arg("lr"), py::arg("betas"), py::arg("eps"),
+        py::arg("weight_decay"), py::arg("step"), py::arg("grad_scale") = 1.0,
+        py::arg("maximize") = false,
+        "shard: addresses of param, exp_avg, exp_avg_sq; address and dtype of grad, and of the "
+        "copy (0: none); numel.");
   m.def("isa", &isa, "The instruction set that the kernels use.");
   m.def("set_isa", &set_isa, py::arg("name"),
         "\"avx512\", \"avx2\", \"portable\", or \"auto\" for the best that the machine has.");

@@ -3,6 +3,7 @@
 
 namespace fsdpx {
 void bind_kernels(pybind11::module_& m);
+void bind_device(pybind11::module_& m);
 void bind_comm(pybind11::module_& m);
 void bind_cuda(pybind11::module_& m);
 void bind_torch(pybind11::module_& m);
@@ -12,6 +13,7 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "Native core of fsdpx.";
   m.attr("torch_version") = FSDPX_TORCH_VERSION;
   fsdpx::bind_kernels(m);
+  fsdpx::bind_device(m);
   fsdpx::bind_comm(m);
   fsdpx::bind_cuda(m);
   fsdpx::bind_torch(m);

@@ -11,11 +11,13 @@ enum class DType : uint8_t {
   kFloat64 = 1,
   kFloat16 = 2,
   kBFloat16 = 3,
-  kBits8 = 4,
-  kBits16 = 5,
-  kBits32 = 6,
-  kBits64 = 7,
-  kBits128 = 8,
+  kFloat8E4M3 = 4,  // finite values and NaN only ("fn")
+  kFloat8E5M2 = 5,
+  kBits8 = 6,
+  kBits16 = 7,
+  kBits32 = 8,
+  kBits64 = 9,
+  kBits128 = 10,
 };
 
 constexpr int64_t itemsize(DType dtype) {
@@ -30,6 +32,8 @@ constexpr int64_t itemsize(DType dtype) {
     case DType::kBFloat16:
     case DType::kBits16:
       return 2;
+    case DType::kFloat8E4M3:
+    case DType::kFloat8E5M2:
     case DType::kBits8:
       return 1;
     case DType::kBits128:
@@ -38,11 +42,12 @@ constexpr int64_t itemsize(DType dtype) {
   return 0;
 }
 
-constexpr bool is_floating(DType dtype) { return dtype <= DType::kBFloat16; }
+constexpr bool is_floating(DType dtype) { return dtype <= DType::kFloat8E5M2; }
 
 constexpr const char* name(DType dtype) {
-  constexpr const char* kNames[] = {"float32", "float64", "float16", "bfloat16", "bits8",
-                                    "bits16",  "bits32",  "bits64",  "bits128"};
+  constexpr const char* kNames[] = {"float32",       "float64",     "float16", "bfloat16",
+                                    "float8_e4m3fn", "float8_e5m2", "bits8",   "bits16",
+                                    "bits32",        "bits64",      "bits128"};
   return kNames[static_cast<uint8_t>(dtype)];
 }
 

@@ -6,11 +6,9 @@
 #include <cstring>
 #include <string>
 #include <string_view>
-#if defined(__SSE2__)
-#include <xmmintrin.h>
-#endif
 
 #include "check.h"
+#include "float_environment.h"
 #include "kernels_table.h"
 
 namespace fsdpx {
@@ -25,29 +23,6 @@ constexpr int64_t kSumBlock = 256;
 constexpr uintptr_t kLineBytes = 64;                 // a cache line
 constexpr int64_t kSpreadBytes = int64_t{16} << 10;  // on their way to several destinations
 constexpr int64_t kMaxNumel = int64_t{1} << 58;      // sizes in bytes stay within 64 bits
-
-// Subnormals are kept and rounding is to nearest even whatever the calling thread has set.
-class FloatEnvironment {
- public:
-#if defined(__SSE2__)
-  FloatEnvironment() : saved_(_mm_getcsr()) {
-    if (saved_ != kDefault) _mm_setcsr(kDefault);
-  }
-  ~FloatEnvironment() {
-    if (saved_ != kDefault) _mm_setcsr(saved_);
-  }
-#else
-  FloatEnvironment() = default;
-#endif
-  FloatEnvironment(const FloatEnvironment&) = delete;
-  FloatEnvironment& operator=(const FloatEnvironment&) = delete;
-
-#if defined(__SSE2__)
- private:
-  static constexpr unsigned kDefault = 0x1f80;  // all exceptions masked, nothing else
-  const unsigned saved_;
-#endif
-};
 
 std::span<const PassTable* const> tables() {  // the best first
 #if defined(__x86_64__)
@@ -81,8 +56,8 @@ class Conversion {
     const bool arithmetic = is_floating(from) && is_floating(to);
     check(arithmetic || (from == to && scale == 1.0 && !accumulate), operation, ": ", name(from),
           " to ", name(to), " with scale ", scale, accumulate ? " and accumulation" : "",
-          " is not supported; types other than float32, float64, float16 and bfloat16 can only be "
-          "copied as they are");
+          " is not supported; types other than float32, float64, float16, bfloat16, float8_e4m3fn "
+          "and float8_e5m2 can only be copied as they are");
   }
 
   bool copies() const { return from_ == to_ && scale_ == 1.0 && !accumulate_; }
@@ -308,7 +283,7 @@ void reduce(std::span<const void* const> srcs, DType from, void* dst, DType to, 
   check_numel("reduce", numel);
   check(!srcs.empty(), "reduce: there are no sources; give at least one");
   check(srcs.size() == 1 || is_floating(from), "reduce: ", name(from),
-        " cannot be added; only float32, float64, float16 and bfloat16 can");
+        " cannot be added; only floating types can");
   if (numel == 0) return;
   conversion.check_destination("destination", 0, dst);
   for (size_t k = 0; k < srcs.size(); ++k) {

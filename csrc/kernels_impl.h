@@ -70,6 +70,42 @@ void narrow_half(const float* src, Float16* dst, int64_t numel) {
 }
 #endif
 
+// Eight bits widen and narrow in loops of integer arithmetic; as functions of their own they are
+// compiled once, not in every pass.
+template <typename Small>
+[[gnu::noinline]] void widen_eighth(const Small* __restrict src, float* __restrict dst,
+                                    int64_t numel) {
+  for (int64_t i = 0; i < numel; ++i) dst[i] = widen<float>(src[i]);
+}
+
+template <typename Small>
+[[gnu::noinline]] void narrow_eighth(const float* __restrict src, Small* __restrict dst,
+                                     int64_t numel) {
+  for (int64_t i = 0; i < numel; ++i) dst[i] = narrow<Small>(src[i]);
+}
+
+// Types that go through floats on their way.
+template <typename T>
+inline constexpr bool kThroughFloat = std::is_same_v<T, Float16> || sizeof(T) == 1;
+
+template <typename T>
+void widen_all(const T* src, float* dst, int64_t numel) {
+  if constexpr (std::is_same_v<T, Float16>) {
+    widen_half(src, dst, numel);
+  } else {
+    widen_eighth(src, dst, numel);
+  }
+}
+
+template <typename T>
+void narrow_all(const float* src, T* dst, int64_t numel) {
+  if constexpr (std::is_same_v<T, Float16>) {
+    narrow_half(src, dst, numel);
+  } else {
+    narrow_eighth(src, dst, numel);
+  }
+}
+
 template <typename From, typename To, bool kAdd>
 void convert(const From* __restrict src, To* __restrict dst, int64_t numel, double scale) {
   using Acc = Accumulator<From, To>;
@@ -81,20 +117,20 @@ void convert(const From* __restrict src, To* __restrict dst, int64_t numel, doub
   }
 }
 
-// At most kChunk elements. Half precision goes through floats in between, where a loop of hardware
-// conversions is quicker than what the vectoriser makes.
+// At most kChunk elements. Half precision and eighths go through floats in between, where a loop of
+// conversions alone is quicker than what the vectoriser makes.
 template <typename From, typename To, bool kAdd>
 void convert_chunk(const From* src, To* dst, int64_t numel, double scale) {
   constexpr bool kInFloat = std::is_same_v<Accumulator<From, To>, float>;
-  if constexpr (kInFloat && std::is_same_v<From, Float16>) {
+  if constexpr (kInFloat && kThroughFloat<From>) {
     alignas(kLineBytes) float wide[kChunk];
-    widen_half(src, wide, numel);
+    widen_all(src, wide, numel);
     convert_chunk<float, To, kAdd>(wide, dst, numel, scale);
-  } else if constexpr (kInFloat && std::is_same_v<To, Float16>) {
+  } else if constexpr (kInFloat && kThroughFloat<To>) {
     alignas(kLineBytes) float sum[kChunk];
-    if constexpr (kAdd) widen_half(dst, sum, numel);
+    if constexpr (kAdd) widen_all(dst, sum, numel);
     convert<From, float, kAdd>(src, sum, numel, scale);
-    narrow_half(sum, dst, numel);
+    narrow_all(sum, dst, numel);
   } else {
     convert<From, To, kAdd>(src, dst, numel, scale);
   }
@@ -171,20 +207,21 @@ void finish_streaming() {
 #endif
 }
 
+template <typename From, typename To>
+constexpr void fill(PassTable& table, int from, int to) {
+  table.set[from][to] = pass<From, To, false>;
+  table.add[from][to] = pass<From, To, true>;
+  table.stream[from][to] = stream_pass<From, To>;
+}
+
 template <typename From>
 constexpr void fill_row(PassTable& table, int from) {
-  table.set[from][0] = pass<From, float, false>;
-  table.set[from][1] = pass<From, double, false>;
-  table.set[from][2] = pass<From, Float16, false>;
-  table.set[from][3] = pass<From, BFloat16, false>;
-  table.add[from][0] = pass<From, float, true>;
-  table.add[from][1] = pass<From, double, true>;
-  table.add[from][2] = pass<From, Float16, true>;
-  table.add[from][3] = pass<From, BFloat16, true>;
-  table.stream[from][0] = stream_pass<From, float>;
-  table.stream[from][1] = stream_pass<From, double>;
-  table.stream[from][2] = stream_pass<From, Float16>;
-  table.stream[from][3] = stream_pass<From, BFloat16>;
+  fill<From, float>(table, from, 0);
+  fill<From, double>(table, from, 1);
+  fill<From, Float16>(table, from, 2);
+  fill<From, BFloat16>(table, from, 3);
+  fill<From, Float8E4M3>(table, from, 4);
+  fill<From, Float8E5M2>(table, from, 5);
 }
 
 // Rows and columns in the order of DType.
@@ -195,6 +232,8 @@ constexpr PassTable make_table(const char* isa) {
   fill_row<double>(table, 1);
   fill_row<Float16>(table, 2);
   fill_row<BFloat16>(table, 3);
+  fill_row<Float8E4M3>(table, 4);
+  fill_row<Float8E5M2>(table, 5);
   table.stream_copy = stream_copy;
   table.finish_streaming = finish_streaming;
   return table;

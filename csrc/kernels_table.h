@@ -7,7 +7,7 @@
 
 namespace fsdpx {
 
-inline constexpr int kNumFloating = 4;  // the first codes of DType
+inline constexpr int kNumFloating = 6;  // the first codes of DType
 
 // dst[i] = narrow(widen(src[i]) * scale) (+ dst[i] before narrowing, in `add`)
 using Pass = void (*)(const void* src, void* dst, int64_t numel, double scale);

@@ -46,6 +46,56 @@ def reduce(
     scale: float = 1.0,
     accumulate: bool = False,
 ) -> None: ...
+def norm_and_check(src: int, dtype: int, numel: int) -> tuple[float, bool]: ...
+
+_AdamWShard = tuple[int, int, int, int, int, int, int, int]
+
+def adamw(
+    shard: _AdamWShard,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float = 1.0,
+    maximize: bool = False,
+) -> None: ...
+
+# The CUDA passes, on a stream of the current device; without CUDA in the build they raise.
+NORM_WORKSPACE_BYTES: int
+
+def device_convert(
+    pieces: Sequence[tuple[int, int, int]],  # address (0: zeros), destination, numel
+    from_dtype: int,
+    to_dtype: int,
+    scale: float,
+    accumulate: bool,
+    stream: int,
+) -> None: ...
+def device_reduce(
+    srcs: Sequence[int],
+    from_dtype: int,
+    dst: int,
+    to_dtype: int,
+    numel: int,
+    scale: float,
+    accumulate: bool,
+    stream: int,
+) -> None: ...
+def device_norm_and_check(
+    src: int, dtype: int, numel: int, workspace: int, out: int, stream: int
+) -> None: ...
+def device_adamw(
+    shard: _AdamWShard,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float,
+    maximize: bool,
+    stream: int,
+) -> None: ...
 def isa() -> str: ...
 def set_isa(name: str) -> None: ...
 

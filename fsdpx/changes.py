@@ -5,8 +5,8 @@ marks the unit that manages that module; the next outermost forward looks throug
 marked units, and only of those. It takes in what it can and refuses the rest by name, so that no
 parameter is left out of gathers and reductions unnoticed.
 
-A parameter assigned in place of one of the same shape, dtype and device only gives its values: the
-sharded parameter, which optimizers hold, stays.
+A parameter assigned in place of one of the same shape, dtype and device (or of one on the meta
+device) only gives its values: the sharded parameter, which optimizers hold, stays.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.nn.modules.module import (
 
 from .attributes import Parameters, install, watch
 from .collect import managed_modules
-from .parameter import ShardedTensor, mark_copied
+from .parameter import ShardedTensor, fill, mark_copied
 from .shards import Managed
 from .unit import Unit, containers, unit_of
 
@@ -119,7 +119,7 @@ def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
         parameters.unit.changed = True
         return None
     with torch.no_grad():
-        now.copy_(parameter)
+        fill(now, parameter)
     now.requires_grad_(parameter.requires_grad)
     mark_copied(parameter, now._spec.name)
     return now
@@ -131,7 +131,8 @@ def _only_values(now: Any, then: torch.Tensor) -> bool:
         return False  # another unit's
     if isinstance(then, nn.parameter.UninitializedParameter):
         return False
-    return (now.shape, now.dtype, now.device) == (then.shape, then.dtype, then.device)
+    device = now.is_meta or now.device == then.device
+    return bool(device and (now.shape, now.dtype) == (then.shape, then.dtype))
 
 
 def _on_module(module: nn.Module, name: str, submodule: nn.Module | None) -> None:

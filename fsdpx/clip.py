@@ -52,7 +52,8 @@ def clip_grad_norm_(
     norm_type = float(norm_type)
     norms = [_norm(_gradients(sharded), norm_type)]
     if plain:  # not: if they have gradients, which may differ from rank to rank
-        norms.append(_over_ranks(_norm(_gradients(plain), norm_type), norm_type, groups))
+        norm = _norm(_gradients(plain), norm_type)
+        norms.append(_over_ranks(norm, norm_type, groups, tensors[0].device))
     total = _combine([norm for norm in norms if norm is not None], norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
@@ -96,10 +97,12 @@ def _combine(norms: list[torch.Tensor], order: float) -> torch.Tensor:
 
 
 def _over_ranks(
-    norm: torch.Tensor | None, order: float, groups: list[collectives.Group]
+    norm: torch.Tensor | None, order: float, groups: list[collectives.Group], device: torch.device
 ) -> torch.Tensor:
     """One norm for all ranks of what each of them holds."""
-    value = torch.zeros((), dtype=torch.float64) if norm is None else norm.double()
+    value = torch.zeros((), dtype=torch.float64, device=device)
+    if norm is not None:
+        value.copy_(norm)
     for group in groups:
         if group is None:
             continue

@@ -8,20 +8,24 @@ FLOAT32 = 0
 FLOAT64 = 1
 FLOAT16 = 2
 BFLOAT16 = 3
+FLOAT8_E4M3 = 4
+FLOAT8_E5M2 = 5
 
 _FLOATING = {
     torch.float32: FLOAT32,
     torch.float64: FLOAT64,
     torch.float16: FLOAT16,
     torch.bfloat16: BFLOAT16,
+    torch.float8_e4m3fn: FLOAT8_E4M3,
+    torch.float8_e5m2: FLOAT8_E5M2,
 }
-_BITS = {1: 4, 2: 5, 4: 6, 8: 7, 16: 8}  # by itemsize
+_BITS = {1: 6, 2: 7, 4: 8, 8: 9, 16: 10}  # by itemsize
 
 
 def dtype_code(dtype: torch.dtype) -> int:
     """The native code of `dtype`.
 
-    The four floating types that arithmetic exists for have codes of their own; every other type
+    The six floating types that arithmetic exists for have codes of their own; every other type
     travels as bits of its size.
 
     Raises:

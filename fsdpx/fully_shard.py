@@ -60,7 +60,8 @@ def fully_shard(  # type: ignore[misc]  # the overloads leave the options to thi
             as True, and 1 as False; other numbers are not supported.
         shard_placement_fn: Not supported; see `granularity`.
         mp_policy: Dtypes of computation and reduction; see `MixedPrecisionPolicy`.
-        offload_policy: On a CPU mesh the shards are in CPU memory anyway.
+        offload_policy: On a CPU mesh the shards are in CPU memory anyway; on other meshes
+            `CPUOffloadPolicy` is not supported yet.
         ignored_params: Parameters to leave as they are.
         zero_stage: Optimizer state is sharded in every stage. 3: parameters are gathered for each
             forward and backward, gradients are reduced in each backward. 2: parameters are gathered
@@ -90,7 +91,8 @@ def fully_shard(  # type: ignore[misc]  # the overloads leave the options to thi
     _check_modules(modules)
     group, device = resolve_mesh(mesh, comm, (p for m in modules for p in m.parameters()))
     reshard = _check_reshard(reshard_after_forward, zero_stage, group.size)
-    options = UnitOptions(policy, reshard, prefetch, granularity, zero_stage)
+    offload = isinstance(offload_policy, CPUOffloadPolicy)
+    options = UnitOptions(policy, reshard, prefetch, granularity, zero_stage, offload)
     make_unit(modules, group, device, options, ignored_params or set())
     for each in modules:
         each.__class__ = sharded_class(type(each), FSDPModule)
@@ -115,6 +117,11 @@ def make_unit(
         ignored: Parameters to leave as they are.
         caller: The module whose calls are the unit's; the modules themselves if None.
     """
+    if options.offload and device.type != "cpu":
+        raise NotImplementedError(
+            f"fsdpx: CPU offload on a {device.type} mesh is not supported yet: leave "
+            "offload_policy or cpu_offload away, or use a CPU mesh"
+        )
     parameters = collect(modules, ignored, device)
     originals = {id(managed.original): managed for managed in parameters}
     with torch.inference_mode(False):  # shards are written to in training

@@ -288,7 +288,7 @@ class Gradients:
         layout, rank = self.unit.layout, self.unit.group.rank
         segment = layout.segments[number]
         dtype: Any = segment.dtype
-        flat = torch.empty(segment.shard_numel, dtype=dtype, device=self.unit.device)
+        flat = torch.empty(segment.shard_numel, dtype=dtype, device=self.unit.shards.device)
         gradients = {}
         for entry in segment.entries:
             start, length = layout.local_slice(entry.index, rank)

@@ -246,7 +246,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Raises:
         ValueError: If the module has no such method.
     """
-    if not isinstance(module, FSDPModule):
+    if unit_of(module) is None:
         return
     method = getattr(module, method_name, None)
     if method is None:

@@ -2,20 +2,24 @@
 
 Every function reads and writes memory once. Values are widened to float32 (float64 when either side
 is float64), multiplied by `scale`, added to the widened old value when `accumulate`, and rounded
-once to nearest even; a NaN result is the quiet NaN of its type. Copies between equal dtypes with
-`scale` 1 keep every bit. Dtypes other than float32, float64, float16 and bfloat16 can only be
-copied so.
+once to nearest even; a NaN result is the quiet NaN of its type. float8_e4m3fn saturates: values
+beyond 448, infinity too, become 448 (as in `Tensor.to`); other dtypes overflow to infinity. Copies
+between equal dtypes with `scale` 1 keep every bit. Dtypes other than float32, float64, float16,
+bfloat16, float8_e4m3fn and float8_e5m2 can only be copied so.
 
 Arguments are tensors or anything with `__dlpack__` (numpy and cupy arrays), all on one device. They
 may have any shape and strides: what is not contiguous goes through a contiguous copy. Nothing here
-is differentiable. On CPU the passes are native and run without the GIL.
+is differentiable. On CPU the passes are native and run without the GIL. On CUDA they are enqueued
+on torch's current stream and nothing waits; an array of another library must be ready for that
+stream. On other devices, and in builds without CUDA, torch's operators do the same.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -118,8 +122,8 @@ class _Call:
         if not arithmetic and not plain:
             raise self.fail(
                 f"{src.name} is {from_dtype} and {dst.name} {to_dtype} (scale={self.scale}, "
-                f"accumulate={self.accumulate}); dtypes other than float32, float64, float16 and "
-                "bfloat16 can only be copied as they are"
+                f"accumulate={self.accumulate}); dtypes other than float32, float64, float16, "
+                "bfloat16, float8_e4m3fn and float8_e5m2 can only be copied as they are"
             )
         self.check_apart(src, dst)
 
@@ -214,20 +218,36 @@ def _reduce(call: _Call, sources: list[_Array], dst: _Array) -> None:
         if source.given.numel() != numel:
             raise call.fail(f"{source.name} has {source.given.numel()} elements and out {numel}")
         call.check_pair(source, dst)
-    if dst.given.device.type != "cpu":
+    arguments = (
+        [source.work.data_ptr() for source in sources],
+        dtype_code(sources[0].given.dtype),
+        dst.work.data_ptr(),
+        dtype_code(dst.given.dtype),
+        numel,
+        call.scale,
+        call.accumulate,
+    )
+    if dst.given.device.type == "cpu":
+        _C.reduce(*arguments)
+    elif runs_on(dst.given.device):
+        with stream_of(dst.given.device) as stream:
+            _C.device_reduce(*arguments, stream)
+    else:
         works = [source.work for source in sources]
         reference.reduce(works, dst.work, scale=call.scale, accumulate=call.accumulate)
-    else:
-        _C.reduce(
-            [source.work.data_ptr() for source in sources],
-            dtype_code(sources[0].given.dtype),
-            dst.work.data_ptr(),
-            dtype_code(dst.given.dtype),
-            numel,
-            call.scale,
-            call.accumulate,
-        )
     dst.write_back()
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether this build has passes for a device that is not the CPU."""
+    return device.type == "cuda" and _C.has_cuda
+
+
+@contextlib.contextmanager
+def stream_of(device: torch.device) -> Iterator[int]:
+    """The current stream of a GPU, which is made the current device."""
+    with torch.cuda.device(device):
+        yield torch.cuda.current_stream(device).cuda_stream
 
 
 def pack(
@@ -267,14 +287,38 @@ def pack(
                 f"({end}); offsets must ascend without overlap"
             )
         end = start + source.given.numel()
-    if flat.given.device.type != "cpu":
+    if flat.given.device.type == "cpu":
+        _pack_native(call, sources, starts, flat)
+    elif runs_on(flat.given.device):
+        _pack_on_device(call, sources, starts, flat)
+    else:
         works = [source.work for source in sources]
         reference.pack(
             works, flat.work, offsets=starts, scale=call.scale, accumulate=call.accumulate
         )
-    else:
-        _pack_native(call, sources, starts, flat)
     flat.write_back()
+
+
+def _pack_on_device(call: _Call, sources: list[_Array], starts: list[int], flat: _Array) -> None:
+    """One native call per dtype; what no tensor covers is a piece of zeros."""
+    base, itemsize = flat.work.data_ptr(), flat.work.itemsize
+    pieces: dict[torch.dtype, list[tuple[int, int, int]]] = {}
+    end = 0
+    for source, start in zip(sources, starts, strict=True):
+        group = pieces.setdefault(source.given.dtype, [])
+        if not call.accumulate:
+            group.append((0, base + end * itemsize, start - end))
+        numel = source.work.numel()
+        group.append((source.work.data_ptr(), base + start * itemsize, numel))
+        end = start + numel
+    if not call.accumulate:
+        group = pieces.setdefault(flat.work.dtype, [])
+        group.append((0, base + end * itemsize, flat.work.numel() - end))
+    to = dtype_code(flat.work.dtype)
+    with stream_of(flat.work.device) as stream:
+        for dtype, group in pieces.items():
+            code = dtype_code(dtype)
+            _C.device_convert(group, code, to, call.scale, call.accumulate, stream)
 
 
 def _pack_native(call: _Call, sources: list[_Array], starts: list[int], flat: _Array) -> None:
@@ -335,13 +379,15 @@ def unpack(
     by_address = sorted((dst for dst in dsts if dst.work.numel()), key=lambda dst: dst.span)
     for before, after in itertools.pairwise(by_address):
         call.check_apart(before, after)
-    if src.given.device.type != "cpu":
+    if src.given.device.type == "cpu":
+        _unpack_native(call, src, dsts, starts)
+    elif runs_on(src.given.device):
+        _unpack_on_device(call, src, dsts, starts)
+    else:
         works = [dst.work for dst in dsts]
         reference.unpack(
             src.work, works, offsets=starts, scale=call.scale, accumulate=call.accumulate
         )
-    else:
-        _unpack_native(call, src, dsts, starts)
     for dst in dsts:
         dst.write_back()
 
@@ -360,3 +406,16 @@ def _unpack_native(call: _Call, src: _Array, dsts: list[_Array], starts: list[in
             call.scale,
             call.accumulate,
         )
+
+
+def _unpack_on_device(call: _Call, src: _Array, dsts: list[_Array], starts: list[int]) -> None:
+    base, itemsize = src.work.data_ptr(), src.work.itemsize
+    pieces: dict[torch.dtype, list[tuple[int, int, int]]] = {}
+    for dst, start in zip(dsts, starts, strict=True):
+        piece = (base + start * itemsize, dst.work.data_ptr(), dst.work.numel())
+        pieces.setdefault(dst.given.dtype, []).append(piece)
+    code = dtype_code(src.given.dtype)
+    with stream_of(src.work.device) as stream:
+        for dtype, group in pieces.items():
+            to = dtype_code(dtype)
+            _C.device_convert(group, code, to, call.scale, call.accumulate, stream)

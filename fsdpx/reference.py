@@ -18,7 +18,7 @@ def accumulation_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype:
 
 def round_to(wide: Tensor, dtype: torch.dtype) -> Tensor:
     """Rounds float32 or float64 values once, to the nearest `dtype`, ties to even."""
-    if wide.dtype == torch.float64 and dtype in (torch.float16, torch.bfloat16):
+    if wide.dtype == torch.float64 and dtype.itemsize < 4:
         wide = _round_to_odd(wide)  # torch would round twice, by way of the nearest float32
     return wide.to(dtype)
 

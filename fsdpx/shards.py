@@ -53,6 +53,7 @@ class Shards:
 
     Attributes:
         flat: One 1-D tensor per segment, `shard_numel` elements of the original dtype.
+        device: Where they are (and their gradients).
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Shards:
         self._parameters = parameters
         self._layout = layout
         self._group = group
-        self._device = device
+        self.device = device
         self._earlier = 0  # generation of shards that `rehome` has replaced
         self.flat = self._make_flat(self._device_of_originals())
         self._take_originals()
@@ -78,7 +79,7 @@ class Shards:
                 f"fully_shard: parameter '{on_meta[0]}' is on the meta device, though others of "
                 "its unit are not: initialise it first, or the whole unit after sharding"
             )
-        return torch.device("meta") if on_meta else self._device
+        return torch.device("meta") if on_meta else self.device
 
     def _make_flat(self, device: torch.device) -> list[torch.Tensor]:
         """One zeroed flat shard per segment."""
@@ -145,7 +146,7 @@ class Shards:
             self._check_replaced(unit, index, managed)
         self._earlier = self.generation + 1
         with torch.no_grad():
-            self.flat = self._make_flat(self._device)
+            self.flat = self._make_flat(self.device)
             for index, managed in enumerate(self._parameters):
                 piece = self._piece(index)
                 piece.copy_(managed.sharded.to_local())
@@ -168,10 +169,10 @@ class Shards:
                 f"fsdpx: parameter '{managed.name}' of unit '{unit}' is on the meta device: call "
                 "model.to_empty(device=...) and initialise all parameters of the unit"
             )
-        if local.device.type != self._device.type:
+        if local.device.type != self.device.type:
             raise RuntimeError(
                 f"fsdpx: parameter '{managed.name}' of unit '{unit}' was moved to "
-                f"{local.device} after fully_shard; the unit's mesh is on {self._device}"
+                f"{local.device} after fully_shard; the unit's mesh is on {self.device}"
             )
 
 

@@ -26,7 +26,7 @@ def sync_module_states(module: nn.Module, mesh: DeviceMesh | None = None) -> Non
     Raises:
         ValueError: For a parameter that is sharded already, or on the meta device.
     """
-    ranks, _ = resolve_mesh(mesh, "auto")
+    ranks, device = resolve_mesh(mesh, "auto", module.parameters())
     states = [*module.named_parameters(), *module.named_buffers()]
     for name, state in states:
         if isinstance(state, ShardedTensor):
@@ -34,19 +34,27 @@ def sync_module_states(module: nn.Module, mesh: DeviceMesh | None = None) -> Non
                 f"sync_module_states: parameter '{name}' is sharded already, so the first rank no "
                 "longer has its whole value: call sync_module_states before fully_shard"
             )
-    broadcast_states(states, ranks)
+    broadcast_states(states, ranks, device)
 
 
-def broadcast_states(states: Iterable[tuple[str, torch.Tensor]], ranks: ShardGroup) -> None:
-    """Overwrites plain tensors by those of the first rank among all that share or hold copies."""
+def broadcast_states(
+    states: Iterable[tuple[str, torch.Tensor]], ranks: ShardGroup, device: torch.device
+) -> None:
+    """Overwrites plain tensors by those of the first rank among all that share or hold copies.
+
+    Args:
+        states: By name; on any devices.
+        ranks: All of them.
+        device: On which the ranks' groups can communicate.
+    """
     values = []
     for name, state in states:
         if state.is_meta:
             raise ValueError(f"sync_module_states: '{name}' is on the meta device: give it values")
         values.append(state.detach())
     # Copies first: then the first rank of each group that shares has the first rank's values.
-    collectives.broadcast_from_first(values, ranks.replicate_group)
-    collectives.broadcast_from_first(values, ranks.process_group)
+    collectives.broadcast_from_first(values, ranks.replicate_group, device)
+    collectives.broadcast_from_first(values, ranks.process_group, device)
 
 
 def unequal_states(module: nn.Module, mesh: DeviceMesh | None = None) -> list[str]:

@@ -39,6 +39,7 @@ class UnitOptions:
     prefetch: int
     granularity: Granularity | Callable[[str, Any], Granularity]
     zero_stage: int = 3
+    offload: bool = False  # shards and their gradients live in CPU memory
 
 
 class Pending(NamedTuple):
@@ -82,7 +83,8 @@ class Unit:
         self.trainable: list[bool] = [bool(original_of(m).requires_grad) for m in parameters]
         self.layout = layout or self._plan(self.trainable)
         self.gathered_bytes = self.layout.gathered_bytes
-        self.shards = Shards(parameters, self.layout, group, device)
+        home = torch.device("cpu") if options.offload else device
+        self.shards = Shards(parameters, self.layout, group, home)
         self.native = self._make_native()
         self._make_leaves()
         self._nothing = torch.empty(1)  # what a unit without elements is attached to, for good
@@ -363,9 +365,11 @@ class Unit:
         if group.size == 1:
             return list(flags)
         control = group.control
+        # One stream for all that a communicator does: on CPU replicas are reduced on the shares'.
+        stream = self.comm.stream if control is group else control.stream
         counts = torch.tensor(flags, dtype=torch.float32, device="cpu")
         where = (counts.data_ptr(), code(counts.dtype), counts.numel())
-        self.wait(control.native.all_reduce(control.stream, self.name, *where))
+        self.wait(control.native.all_reduce(stream, self.name, *where))
         return [count > 0 for count in counts.tolist()]
 
     def free(self) -> Place:

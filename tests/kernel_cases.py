@@ -7,7 +7,9 @@ from torch import Tensor
 
 from fsdpx import _C
 
-FLOATING = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+EIGHTHS = [torch.float8_e4m3fn, torch.float8_e5m2]
+SMALL = [torch.float16, torch.bfloat16, *EIGHTHS]
+FLOATING = [torch.float32, torch.float64, *SMALL]
 OPAQUE = [torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64, torch.complex128]
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -44,6 +46,12 @@ def random_bits(numel: int, dtype: torch.dtype, *, seed: int) -> Tensor:
         return any_bits
     ordinary = torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
     return torch.where(torch.rand(numel, generator=generator) < 0.5, any_bits, ordinary)
+
+
+def every_value(dtype: torch.dtype) -> Tensor:
+    """All bit patterns of a type of 8 or 16 bits, in ascending order."""
+    codes = torch.arange(1 << 8 * dtype.itemsize, dtype=torch.int32)
+    return codes.to(torch.uint16 if dtype.itemsize == 2 else torch.uint8).view(dtype)
 
 
 def misaligned(tensor: Tensor, shift: int) -> Tensor:

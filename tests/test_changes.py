@@ -186,6 +186,36 @@ def test_load_state_dict_with_assign_keeps_the_parameters(sharded: bool) -> None
     assert torch.equal(model(batch()), other(batch()))
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_load_state_dict_with_assign_fills_a_model_on_the_meta_device(sharded: bool) -> None:
+    torch.manual_seed(5)
+    other = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6))
+    with torch.device("meta"):
+        model = mlp()
+    shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = list(model.parameters())
+    values = shard(other).state_dict() if sharded else other.state_dict()
+    model.load_state_dict(values, assign=True)
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    assert torch.equal(model(batch()), other(batch()))
+    model(batch()).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model(batch()), other(batch()))
+
+
+def test_a_model_that_is_partly_filled_names_what_is_missing() -> None:
+    with torch.device("meta"):
+        model = mlp()
+    fully_shard(model)
+    values = mlp().state_dict()
+    del values["2.bias"]
+    model.load_state_dict(values, assign=True, strict=False)
+    with pytest.raises(RuntimeError, match=r"'2.bias' of unit 'Sequential' is on the meta device"):
+        model(batch())
+
+
 def test_functional_call_replaces_parameters_for_one_call() -> None:
     model, reference = shard(mlp()), mlp()
     values = {k: nn.Parameter(torch.ones_like(v)) for k, v in reference.named_parameters()}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from cudasim.build import find_nvcc
 from cudasim.shipped import SimulatedPasses, build
-from kernel_cases import FLOATING, bits_of, misaligned, random_bits
+from kernel_cases import FLOATING, SMALL, bits_of, every_value, misaligned, random_bits
 from torch import Tensor
 
 from fsdpx import _C
@@ -22,12 +22,14 @@ pytestmark = pytest.mark.skipif(find_nvcc() is None, reason="nvcc is not install
 
 TILE = 8192  # elements of one block
 PAIRS = list(itertools.product(FLOATING, FLOATING))
+# Doubles to and from eighths go element by element.
+MOVED_IN_WORDS = [pair for pair in PAIRS if {dtype.itemsize for dtype in pair} != {1, 8}]
 MODES = ((1.0, False), (1 / 3, False), (1.0, True), (-0.7, True))
 
 
 @pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> SimulatedPasses:
-    return SimulatedPasses(build(tmp_path_factory.mktemp("cuda")))
+def built() -> SimulatedPasses:
+    return SimulatedPasses(build())
 
 
 @pytest.fixture
@@ -93,12 +95,13 @@ def test_cast_of_misaligned_views(
         check_cast(cuda, src, old, mode, shifts)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_all_16_bit_values(cuda: SimulatedPasses, dtype: torch.dtype) -> None:
-    every = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(dtype)
-    check_cast(cuda, every, torch.zeros(65536), (1.0, False))
-    # Midpoints between neighbours, and what is next to them, back to 16 bits.
-    values = every.double()[every.isfinite()].sort().values
+@pytest.mark.parametrize("dtype", SMALL)
+def test_all_small_values(cuda: SimulatedPasses, dtype: torch.dtype) -> None:
+    every = every_value(dtype)
+    check_cast(cuda, every, torch.zeros(len(every)), (1.0, False))
+    # Midpoints between neighbours, and what is next to them, back to the small type.
+    values = every.double()[every.double().isfinite()].sort().values
+    values = torch.cat([2 * values[:1], values, 2 * values[-1:]])
     middle = (values[1:] + values[:-1]) / 2
     for points in (middle, middle.nextafter(torch.full_like(middle, torch.inf))):
         check_cast(cuda, points, torch.zeros(len(points), dtype=dtype), (1.0, False))
@@ -107,7 +110,8 @@ def test_all_16_bit_values(cuda: SimulatedPasses, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.complex128]
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.float8_e5m2, torch.uint8, torch.int64, torch.complex128],
 )
 def test_copies_keep_every_bit(cuda: SimulatedPasses, dtype: torch.dtype, shift: int) -> None:
     for numel in (1, 63, TILE + 17):
@@ -169,7 +173,7 @@ def test_many_pieces_take_few_launches(cuda: SimulatedPasses) -> None:
     nan = got.isnan()
     assert torch.equal(nan, flat.isnan())
     assert_same_bits(got[~nan], flat[~nan])
-    assert len(cuda.launches) == 5  # of 596 pieces that are not empty, 120 at a time
+    assert len(cuda.launches) == 6  # of 596 pieces that are not empty, 112 at a time
 
 
 def test_accumulation_leaves_null_pieces_alone(cuda: SimulatedPasses) -> None:
@@ -179,27 +183,110 @@ def test_accumulation_leaves_null_pieces_alone(cuda: SimulatedPasses) -> None:
     assert download(cuda, target, torch.ones(4)).tolist() == [1, 1, 1, 1]
 
 
-def test_one_pass_in_wide_accesses(cuda: SimulatedPasses) -> None:
-    """Aligned data moves once, 16 bytes at a time (8 bytes where a word is half that)."""
-    numel = 2 * TILE
-    src, dst = random_bits(numel, torch.float32, seed=0), torch.zeros(numel, dtype=torch.bfloat16)
-    source, target = upload(cuda, src), upload(cuda, dst)
-    cuda.convert([(source, target, numel)], FLOAT32, dtype_code(torch.bfloat16), accumulate=True)
-    assert cuda.memory.moved == {("ld", 16): 6 * numel, ("st", 16): 2 * numel}
+def assert_whole_words(cuda: SimulatedPasses, *, loaded: int, stored: int) -> None:
+    """All of it moved 16 bytes at a time, and no request touched a sector in part."""
+    assert cuda.memory.moved == {("ld", 16): loaded, ("st", 16): stored}
+    assert all(access["bytes"] == 32 * access["sectors"] for access in cuda.memory.traffic())
     cuda.memory.forget()
-    cuda.reduce([source, source, source], FLOAT32, target, 3, numel)
-    assert cuda.memory.moved == {("ld", 16): 12 * numel, ("st", 16): 2 * numel}
+
+
+@pytest.mark.parametrize(("from_dtype", "to_dtype"), MOVED_IN_WORDS)
+def test_one_pass_in_whole_words(
+    cuda: SimulatedPasses, from_dtype: torch.dtype, to_dtype: torch.dtype
+) -> None:
+    numel = TILE
+    codes = dtype_code(from_dtype), dtype_code(to_dtype)
+    src, dst = random_bits(numel, from_dtype, seed=0), torch.zeros(numel, dtype=to_dtype)
+    source, target = upload(cuda, src), upload(cuda, dst)
+    cuda.convert([(source, target, numel)], *codes, accumulate=True)
+    assert_whole_words(cuda, loaded=src.nbytes + dst.nbytes, stored=dst.nbytes)
+    cuda.gather([(source, numel, 0)], [target, upload(cuda, dst)], *codes)
+    assert_whole_words(cuda, loaded=src.nbytes, stored=2 * dst.nbytes)
+    if to_dtype.itemsize > 1:  # sums as eighths go element by element
+        cuda.reduce([source, source, source], codes[0], target, codes[1], numel)
+        assert_whole_words(cuda, loaded=3 * src.nbytes, stored=dst.nbytes)
+
+
+def test_what_is_misaligned_alike_moves_in_words(cuda: SimulatedPasses) -> None:
+    """A few elements go before, then both sides are aligned."""
+    src, dst = random_bits(TILE, torch.float32, seed=0), torch.zeros(TILE, dtype=torch.bfloat16)
+    source, target = upload(cuda, src, 5), upload(cuda, dst, 5)
+    cuda.convert([(source, target, TILE)], FLOAT32, dtype_code(torch.bfloat16), scale=2.0)
+    single = 3 + (TILE - 3) % 256
+    assert cuda.memory.moved["ld", 4] == 4 * single
+    assert cuda.memory.moved["ld", 16] == 4 * (TILE - single)
+    assert cuda.memory.moved["st", 16] == 2 * (TILE - single)
+
+
+def check_gather(
+    cuda: SimulatedPasses,
+    num_peers: int,
+    numels: list[int],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    *,
+    shift: int = 0,
+    peer_shift: int = 0,
+) -> None:
+    """All peers hold the cast pieces where they belong, and nothing else changes."""
+    from_dtype, to_dtype = dtypes
+    srcs = [random_bits(numel, from_dtype, seed=i) for i, numel in enumerate(numels)]
+    room = random_bits(sum(numels) + 64 * len(numels) + 1, to_dtype, seed=99)
+    expected, pieces, position = room.clone(), [], 1
+    for src in srcs:
+        out = torch.empty(src.shape, dtype=to_dtype)
+        codes = dtype_code(from_dtype), dtype_code(to_dtype)
+        if len(src):
+            _C.cast(src.data_ptr(), codes[0], out.data_ptr(), codes[1], len(src))
+        expected[position : position + len(src)] = out
+        pieces.append((upload(cuda, src, shift), len(src), position * to_dtype.itemsize))
+        position += len(src) + 63
+    peers = [upload(cuda, room, peer_shift if k == 1 else 0) for k in range(num_peers)]
+    cuda.gather(pieces, peers, *codes)
+    for peer in peers:
+        assert_same_bits(download(cuda, peer, room), expected)
+
+
+@pytest.mark.parametrize("num_peers", range(1, 9))
+def test_gather_casts_once_and_stores_to_all(cuda: SimulatedPasses, num_peers: int) -> None:
+    for dtypes in ((torch.float32, torch.bfloat16), (torch.float32, torch.float8_e4m3fn)):
+        check_gather(cuda, num_peers, [1000, 0, 1, 300], dtypes)
+        check_gather(cuda, num_peers, [777, 256], dtypes, shift=3, peer_shift=1)
+    check_gather(cuda, num_peers, [500], (torch.uint8, torch.uint8), shift=1)
+
+
+@pytest.mark.parametrize(("from_dtype", "to_dtype"), PAIRS)
+def test_gather_of_all_dtypes(
+    cuda: SimulatedPasses, from_dtype: torch.dtype, to_dtype: torch.dtype
+) -> None:
+    check_gather(cuda, 3, [600, 5], (from_dtype, to_dtype))
+
+
+def test_gather_to_many_peers_takes_several_launches(cuda: SimulatedPasses) -> None:
+    check_gather(cuda, 40, [300, 7], (torch.float32, torch.bfloat16))
+    assert len(cuda.launches) == 2
+
+
+@pytest.mark.parametrize("to_dtype", [torch.float32, torch.bfloat16])
+def test_long_casts(cuda: SimulatedPasses, to_dtype: torch.dtype) -> None:
+    src = random_bits(100_003, torch.float32, seed=5)
+    old = random_bits(100_003, to_dtype, seed=6)
+    for shifts in ((0, 0), (4, 4), (1, 5), (0, 1)):
+        check_cast(cuda, src, old, (1 / 3, True), shifts)
 
 
 def test_refused(cuda: SimulatedPasses) -> None:
     address = upload(cuda, torch.zeros(64))
     with pytest.raises(ValueError, match=r"bits32 to float32 .* not supported"):
-        cuda.convert([(address, address, 1)], 6, 0)
+        cuda.convert([(address, address, 1)], 8, 0)
     with pytest.raises(ValueError, match=r"piece 1 .* is not aligned"):
         cuda.convert([(address, address + 64, 1), (address + 2, address + 64, 1)], 0, 3)
     with pytest.raises(ValueError, match="piece 0 has numel -1"):
         cuda.convert([(address, address, -1)], 0, 3)
-    with pytest.raises(ValueError, match="129 sources; give 1 to 128"):
+    with pytest.raises(ValueError, match="a peer is null, or piece 0 has the offset -4"):
+        cuda.gather([(address, 1, -4)], [address], 0, 0)
+    with pytest.raises(ValueError, match=r"piece 0 .* is not aligned to its elements"):
+        cuda.gather([(address, 1, 2)], [address], 0, 0)
+    with pytest.raises(ValueError, match=r"129 sources; give 1 to 128"):
         cuda.reduce([address] * 129, 0, address, 0, 1)
     with pytest.raises(ValueError, match="source 1 is null or not aligned"):
         cuda.reduce([address, address + 2], 0, address + 64, 0, 1)

@@ -42,8 +42,8 @@ def mlp(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5))
 
 
-def batch(rank: int, step: int = 0) -> Tensor:
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 + rank + 10 * step))
+def batch(rank: int) -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 + rank))
 
 
 def reference_step(reference: nn.Module, world_size: int, step: int, name: str) -> None:
@@ -426,10 +426,12 @@ def test_accepted() -> None:
 
 
 def test_tied_weights_in_two_units_are_named() -> None:
-    net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    net[1].weight = net[0].weight
-    with pytest.raises(ValueError, match=r"'weight' is shared with 'weight'"):
+    net = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6)))
+    net[1][0].weight = net[0].weight
+    with pytest.raises(ValueError, match=r"'1\.0\.weight' and '0\.weight', which are one"):
         FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    assert not any(isinstance(m, FSDP) for m in net.modules())  # nothing was wrapped
+    FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.ReLU}))(batch(0)).sum().backward()
 
 
 def test_wrapped_modules_are_not_wrapped_again_by_a_policy() -> None:

@@ -318,9 +318,12 @@ def test_meta_device_errors() -> None:
         FSDP(forgets)
     with pytest.raises(ValueError, match="'weight' is still on the meta device"):
         FSDP(linear, param_init_fn=lambda m: None)
-    with pytest.raises(ValueError, match="device_id=cuda:0"):
+    with pytest.raises(ValueError, match="device_id=cuda:0 is not this rank's device"):
         FSDP(nn.Linear(2, 2), device_id=0)
     FSDP(nn.Linear(2, 2), device_id=torch.device("cpu"))
+    with torch.device("meta"):
+        placed = nn.Linear(2, 2)
+    assert FSDP(placed, device_id="cpu").module.weight.to_local().device.type == "cpu"
 
 
 def test_ties_outlive_the_meta_device() -> None:

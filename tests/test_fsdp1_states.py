@@ -405,6 +405,28 @@ def test_a_checkpoint_fits_other_world_sizes(tmp_path: Path, front: str) -> None
         assert_equal(whole_file(f"{path}-{world_size}"), whole_file(path))
 
 
+def save_alone(rank: int, world_size: int, what: str) -> str:
+    model = make()
+    optimizer = adam(model)
+    train(model, optimizer)
+    alone = {
+        "model": model.state_dict,
+        "optimizer": lambda: FSDP.optim_state_dict(model, optimizer),
+    }
+    act = alone[what] if rank == 0 else lambda: model(TOKENS)
+    with pytest.raises(fsdpx.DesyncError) as caught:
+        act()
+    model.reset_iter_state()
+    train(model, optimizer, steps=1)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["model", "optimizer"])
+def test_a_rank_that_saves_alone_does_not_wait(what: str) -> None:
+    for text in run_ranks(2, save_alone, what, timeout=30.0):
+        assert "unit 'Net'" in text
+
+
 def test_settings() -> None:
     model = make()
     config = ShardedStateDictConfig(offload_to_cpu=True)

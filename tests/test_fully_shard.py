@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 import fsdpx
 from fsdpx import FSDPModule, MixedPrecisionPolicy, ShardedTensor, fully_shard, memory
-from fsdpx.unit import unit_of, units
+from fsdpx.fully_shard import make_unit
+from fsdpx.mesh import ShardGroup
+from fsdpx.unit import UnitOptions, unit_of, units
 
 
 def mlp() -> nn.Sequential:
@@ -279,6 +281,19 @@ def test_bad_options_are_refused_by_name(options: dict[str, object], message: st
         fully_shard(model, **options)
     assert type(model) is nn.Sequential
     assert type(model[0].weight) is nn.Parameter
+
+
+def test_offload_of_other_meshes_is_refused_by_name() -> None:
+    options = UnitOptions(MixedPrecisionPolicy(), None, 1, "element", offload=True)
+    group = ShardGroup(None, 0, 1, "auto")
+    with pytest.raises(NotImplementedError, match=r"CPU offload on a cuda mesh.*offload_policy"):
+        make_unit([nn.Linear(2, 2)], group, torch.device("cuda"), options, set())
+
+
+def test_resharding_to_one_rank_means_to_keep() -> None:
+    model = fully_shard(nn.Linear(6, 6), reshard_after_forward=1)
+    run = lambda: model(batch()).sum().backward()  # noqa: E731
+    assert [operation for _, operation in collectives(model, run)].count("all_gather") == 1
 
 
 def test_modules_that_cannot_be_units_are_refused() -> None:

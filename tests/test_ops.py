@@ -14,8 +14,10 @@ from kernel_cases import (
     FLOATING,
     ISAS,
     OPAQUE,
+    SMALL,
     assert_bitwise,
     bits_of,
+    every_value,
     misaligned,
     random_bits,
 )
@@ -69,11 +71,11 @@ def test_cast_of_misaligned_views(
             assert_bitwise(guard[-1:], after)
 
 
-@pytest.mark.parametrize("from_dtype", [torch.float16, torch.bfloat16])
-def test_all_16_bit_values_widen_exactly(from_dtype: torch.dtype) -> None:
-    src = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(from_dtype)
+@pytest.mark.parametrize("from_dtype", SMALL)
+def test_all_small_values_widen_exactly(from_dtype: torch.dtype) -> None:
+    src = every_value(from_dtype)
     for wide in (torch.float32, torch.float64):
-        out = torch.empty(65536, dtype=wide)
+        out = torch.empty(src.shape, dtype=wide)
         ops.cast(src, out)
         assert_bitwise(out, src.to(wide))
         back = torch.empty_like(src)
@@ -82,8 +84,8 @@ def test_all_16_bit_values_widen_exactly(from_dtype: torch.dtype) -> None:
 
 
 def neighbours_of_roundings(dtype: torch.dtype) -> Tensor:
-    """float64: all finite values of a 16-bit dtype, the midpoints, and what lies next to them."""
-    values = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(dtype).double()
+    """float64: all finite values of a small dtype, the midpoints, and what lies next to them."""
+    values = every_value(dtype).double()
     values = values[values.isfinite()].sort().values.unique()
     largest = values[-1]
     beyond = largest + (largest - values[-2])  # where the next value would be
@@ -96,28 +98,40 @@ def neighbours_of_roundings(dtype: torch.dtype) -> Tensor:
 
 def exact_rounding(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Rounds float64 by the definition: the nearer neighbour, ties to the even one."""
-    table = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(dtype)
-    infinity_bits = int(bits_of(torch.tensor([torch.inf], dtype=dtype))[0])
-    positive = table[: infinity_bits + 1]
+    saturates = dtype is torch.float8_e4m3fn  # has no infinity
+    last = bits_of(torch.tensor([448.0 if saturates else torch.inf]).to(dtype))
+    positive = every_value(dtype)[: int(last) + 1]
     grid = positive.double()
-    grid[-1] = 2 * grid[-2] - grid[-3]  # rounding treats infinity as the next finite value
+    if not saturates:
+        grid[-1] = 2 * grid[-2] - grid[-3]  # rounding treats infinity as the next finite value
     magnitude = values.abs().clamp(max=float(grid[-1]))
     upper = torch.searchsorted(grid, magnitude).clamp(max=len(grid) - 1)
     lower = torch.where(grid[upper] == magnitude, upper, upper - 1).clamp(min=0)
     to_lower, to_upper = magnitude - grid[lower], grid[upper] - magnitude
     tie = torch.where(lower % 2 == 0, lower, upper)
     index = torch.where(to_lower < to_upper, lower, torch.where(to_lower > to_upper, upper, tie))
-    rounded = positive[index]
-    return torch.where(values.signbit(), -rounded, rounded)
+    rounded = positive.double()[index]
+    return torch.where(values.signbit(), -rounded, rounded).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", SMALL)
 def test_all_boundaries_round_once_to_even(dtype: torch.dtype) -> None:
     values = neighbours_of_roundings(dtype)
     for src in (values, values.float()):
         out = torch.empty(src.shape, dtype=dtype)
         ops.cast(src, out)
         assert_bitwise(out, exact_rounding(src.double(), dtype))
+
+
+def test_float8_overflows_as_in_torch() -> None:
+    src = torch.tensor([448, 464, 465, 57344, 61439, 61440, 1e9, torch.inf, torch.nan])
+    for sign, dtype in itertools.product((1, -1), (torch.float8_e4m3fn, torch.float8_e5m2)):
+        out = torch.empty(src.shape, dtype=dtype)
+        ops.cast(sign * src, out)
+        assert_bitwise(out, (sign * src).to(dtype))
+    assert out.float()[-3:-1].tolist() == [-torch.inf, -torch.inf]
+    ops.cast(src, saturated := torch.empty(src.shape, dtype=torch.float8_e4m3fn))
+    assert saturated.float()[:-1].eq(448).all()
 
 
 def test_doubles_are_not_rounded_twice() -> None:
@@ -134,12 +148,15 @@ def test_doubles_are_not_rounded_twice() -> None:
 def test_nan_results_are_the_quiet_nan(from_dtype: torch.dtype, to_dtype: torch.dtype) -> None:
     quiet = {torch.float32: 0x7FC00000, torch.float64: 0x7FF8 << 48}
     quiet |= {torch.float16: 0x7E00, torch.bfloat16: 0x7FC0}
+    quiet |= {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7F}
     src = random_bits(5000, from_dtype, seed=0)
     src = src[src.isnan()]
-    infinite = torch.tensor([torch.inf, -torch.inf], dtype=from_dtype)
-    src = torch.cat([src, infinite])
+    infinite = torch.tensor([torch.inf, -torch.inf])
+    if torch.float8_e4m3fn not in (from_dtype, to_dtype):
+        src = torch.cat([src, infinite.to(from_dtype)])
     out = torch.zeros(src.shape, dtype=to_dtype)
-    out[-2:] = -src[-2:]
+    if torch.float8_e4m3fn not in (from_dtype, to_dtype):
+        out[-2:] = (-infinite).to(to_dtype)
     ops.cast(src, out, accumulate=True)
     assert bits_of(out).eq(quiet[to_dtype]).all()
 
@@ -246,8 +263,9 @@ def test_large_results_bypass_the_caches_alike(dtype: torch.dtype) -> None:
     out = misaligned(torch.empty(numel, dtype=dtype), 1)
     ops.cast(src, out, scale=0.3)
     assert_bitwise(out, reference.cast(src, out.clone(), scale=0.3))
-    ops.reduce([src, src.flip(0)], out, scale=0.3)
-    assert_bitwise(out, reference.reduce([src, src.flip(0)], out.clone(), scale=0.3))
+    srcs = [src, src.flip(0)]
+    ops.reduce(srcs, out, scale=0.3)
+    assert_bitwise(out, reference.reduce(srcs, out.clone(), scale=0.3))
     copy = misaligned(torch.empty(numel, dtype=dtype), 3)
     ops.cast(out, copy)
     assert torch.equal(bits_of(out), bits_of(copy))

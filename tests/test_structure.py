@@ -29,6 +29,7 @@ PYTHON_ROWS = (
     ("policies", "layout", "zero", "states", "probe", "torch_private"),
     ("reference",),
     ("ops",),
+    ("shard_ops",),
     ("comm",),
     ("memory",),
     ("parameter",),
@@ -46,7 +47,7 @@ PYTHON_ROWS = (
 )
 # Files of one native row may include each other. The first pattern that matches a name decides.
 NATIVE_ROWS = (
-    r"check|dtype|element|cuda/(?!device_|nccl|nvlink|watchdog).*",
+    r"check|dtype|element|adamw|float_environment|shard_passes|cuda/(?!device_|nccl|nvlink|watchdog).*",
     r"kernels.*",
     r"stream|worker_stream|trace|communicator|comm_.*|shm_.*|exchange_communicator.*|cuda/.*",
     r"torch_.*",

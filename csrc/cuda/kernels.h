@@ -1,6 +1,7 @@
 // The passes of kernels.h on a GPU, enqueued on a stream. The host side of these functions never
-// waits and keeps no reference to its arguments; the memory that they point to must stay alive
-// until the stream has passed. Same arithmetic and same bits as on the CPU.
+// waits, allocates nothing and keeps no reference to its arguments; the memory that they point to
+// must stay alive until the stream has passed. Same arithmetic and same bits as on the CPU. They
+// throw InvalidArgument, or std::runtime_error when a launch fails. `stream` is a cudaStream_t.
 #pragma once
 
 #include <cstdint>
@@ -18,13 +19,26 @@ struct Piece {
 };
 
 // dst[i] = cast(scale * src[i]) (+ dst[i]) in all pieces: pack, unpack and cast are lists of
-// pieces. They must not overlap. `stream` is a cudaStream_t. Throws InvalidArgument, or
-// std::runtime_error when a launch fails.
+// pieces. They must not overlap.
 void convert(std::span<const Piece> pieces, DType from, DType to, double scale, bool accumulate,
              void* stream);
 
+// A piece for several peers: it goes `offset` bytes into the memory of each.
+struct GatherPiece {
+  const void* src;
+  int64_t numel;
+  int64_t offset;
+};
+
+// dst[i] = cast(src[i]) in all pieces, for the memory of every peer: the source is read once, and
+// cast once. `peers` are written in this order by every thread, so let each rank begin with another
+// one. More than kMaxPeers take several launches.
+inline constexpr int kMaxPeers = 32;
+void gather(std::span<const GatherPiece> pieces, std::span<void* const> peers, DType from, DType to,
+            void* stream);
+
 // dst[i] = cast(scale * (srcs[0][i] + srcs[1][i] + ...)) (+ dst[i]), added in the order of `srcs`,
-// at most kMaxSources.
+// at most kMaxSources. Sources may be memory of peers.
 inline constexpr int kMaxSources = 128;
 void reduce(std::span<const void* const> srcs, DType from, void* dst, DType to, int64_t numel,
             double scale, bool accumulate, void* stream);

@@ -47,6 +47,7 @@ def auto_wrap(
             )
     targets = targets_of(root, policy, ignored, arguments)
     _leave_out_of_mixed_precision(root, ignored, arguments, targets)
+    _check_ties(root, ignored, targets)
     holders: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for module in root.modules():
         for name, child in module._modules.items():
@@ -57,6 +58,32 @@ def auto_wrap(
             wrapped = wrap(module, **targets[module])
             for parent, name in holders[module]:
                 setattr(parent, name, wrapped)
+
+
+def _check_ties(root: nn.Module, ignored: Ignored, targets: Targets) -> None:
+    """Raises, before anything is wrapped, if two wrappers would have one parameter."""
+    found: dict[int, tuple[str, nn.Module]] = {}
+    seen: set[tuple[nn.Module, nn.Module]] = set()
+
+    def visit(module: nn.Module, path: str, wrapper: nn.Module) -> None:
+        wrapper = module if module in targets and has_forward(module) else wrapper
+        if (module, wrapper) in seen:
+            return
+        seen.add((module, wrapper))
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter in ignored.parameters:
+                continue
+            other, theirs = found.setdefault(id(parameter), (path + name, wrapper))
+            if theirs is not wrapper:
+                raise ValueError(
+                    f"FullyShardedDataParallel: auto_wrap_policy puts parameter '{path}{name}' and "
+                    f"'{other}', which are one, into different wrappers: let it wrap the module "
+                    "that encloses both, and neither of the two on its own"
+                )
+        for name, child in module.named_children():
+            visit(child, f"{path}{name}.", wrapper)
+
+    visit(root, "", root)
 
 
 def targets_of(

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fsdpx.mesh import ShardGroup
 from fsdpx.parameter import ShardedTensor, collectives
+from fsdpx.sync import broadcast_states
+from fsdpx.unit import Unit
 
 State = dict[str, Any]
 
@@ -20,13 +21,13 @@ class How(NamedTuple):
         whole: Sharded values become whole ones.
         offload: Values are moved to CPU memory.
         rank0_only: Only the first rank saves, or has what is loaded.
-        ranks: Of the model.
+        unit: Of the outermost wrapper.
     """
 
     whole: bool
     offload: bool
     rank0_only: bool
-    ranks: ShardGroup
+    unit: Unit
 
 
 def save(
@@ -45,7 +46,7 @@ def save(
     """
     names = _names(model, optimizer)
     state_dict = optimizer.state_dict() if state_dict is None else state_dict
-    drop = how.rank0_only and not how.ranks.is_first
+    drop = how.rank0_only and not how.unit.group.is_first
     states: State = {}
     for number, state in state_dict["state"].items():
         saved = {key: _save(value, how, drop) for key, value in state.items()}
@@ -67,7 +68,7 @@ def _save(value: Any, how: How, drop: bool) -> Any:
 
 
 def load(
-    model: nn.Module, optimizer: torch.optim.Optimizer, saved: State, from_first: ShardGroup | None
+    model: nn.Module, optimizer: torch.optim.Optimizer, saved: State, from_first: Unit | None
 ) -> State:
     """What `optimizer.load_state_dict` takes, from a state dict by names; collective if
     `from_first`.
@@ -76,8 +77,8 @@ def load(
         model: Whose parameters the optimizer has.
         optimizer: That will load the result.
         saved: Whole or sharded values.
-        from_first: The first of these ranks has `saved`, the others get it from there. None: every
-            rank has it.
+        from_first: The first of this unit's ranks has `saved`, the others get it from there. None:
+            every rank has it.
 
     Raises:
         ValueError: A name is none of the optimizer's, or a parameter group lacks names; all are
@@ -142,7 +143,7 @@ def _groups(optimizer: Any, names: list[str], saved: list[State]) -> list[State]
     return groups
 
 
-def _load(key: str, value: Any, parameter: torch.Tensor, from_first: ShardGroup | None) -> Any:
+def _load(key: str, value: Any, parameter: torch.Tensor, from_first: Unit | None) -> Any:
     """This rank's part of a value of the state."""
     if isinstance(value, _Shared):
         value = value.receive()
@@ -169,33 +170,32 @@ class _Shared:
     def __init__(self, value: torch.Tensor) -> None:
         self.shape, self.dtype = value.shape, value.dtype
         self.value: torch.Tensor | None = value.detach()
-        self.ranks: ShardGroup | None = None
+        self.unit: Unit | None = None
 
     def __getstate__(self) -> State:
-        return {"shape": self.shape, "dtype": self.dtype, "value": None, "ranks": None}
+        return {"shape": self.shape, "dtype": self.dtype, "value": None, "unit": None}
 
     def receive(self) -> torch.Tensor:
         value = torch.empty(self.shape, dtype=self.dtype) if self.value is None else self.value
-        assert self.ranks is not None
-        collectives.broadcast_from_first([value], self.ranks.replicate_group)
-        collectives.broadcast_from_first([value], self.ranks.process_group)
+        assert self.unit is not None
+        broadcast_states([("", value)], self.unit.group, self.unit.device)
         return value
 
 
-def _share(saved: State, ranks: ShardGroup) -> State:
+def _share(saved: State, unit: Unit) -> State:
     """The first rank's structure on all ranks, with tensors to be received."""
     mine: Any = None
-    if ranks.is_first:
+    if unit.group.is_first:
         states = {
             name: {k: _Shared(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
             for name, state in saved["state"].items()
         }
         mine = {"state": states, "param_groups": saved["param_groups"]}
-    for group in (ranks.replicate_group, ranks.process_group):
+    for group in (unit.group.replicate_group, unit.group.process_group):
         theirs = collectives.gather_objects(mine, group)
         mine = theirs[0] if mine is None else mine
     for state in mine["state"].values():
         for value in state.values():
             if isinstance(value, _Shared):
-                value.ranks = ranks
+                value.unit = unit
     return mine  # type: ignore[no-any-return]

@@ -58,7 +58,8 @@ def unit_options(
         param_dtype=mixed.param_dtype, reduce_dtype=mixed.reduce_dtype, cast_forward_inputs=False
     )
     # reshard_after_forward None: in stage 3 the outermost wrapper stays gathered, as in FSDP1.
-    return UnitOptions(policy, None, 1, "element", ZERO_STAGES[strategy])
+    offloads = offload is not None and offload.offload_params
+    return UnitOptions(policy, None, 1, "element", ZERO_STAGES[strategy], offloads)
 
 
 def prefetches_in_backward(value: BackwardPrefetch | None) -> bool:
@@ -78,27 +79,49 @@ def check_forward(module: nn.Module) -> None:
 
 def has_forward(module: nn.Module) -> bool:
     """Whether the module can be called."""
-    return type(module).forward is not nn.Module.forward
+    forward = module.forward  # torch.compile gives instances one of their own
+    return getattr(forward, "__func__", forward) is not nn.Module.forward
 
 
 # ---- Ranks
 
 
-def check_device(device_id: int | torch.device | str | None, device: torch.device) -> None:
-    """Raises if `device_id` is not where the ranks compute."""
-    if isinstance(device_id, int):
-        device_id = torch.device("cuda", device_id)
-    if device_id is not None and torch.device(device_id).type != device.type:
+def resolve_device(
+    device_id: int | torch.device | str | None, mesh: DeviceMesh | None, module: nn.Module
+) -> torch.device:
+    """Where a wrapper's ranks compute: on the mesh's device, else on `device_id`, else where the
+    module is.
+    """
+    _, device = resolve_mesh(mesh, "auto", module.parameters())
+    if device_id is None:
+        return device
+    given = torch.device("cuda", device_id) if isinstance(device_id, int) else device_id
+    given = torch.device(given)
+    if mesh is not None and given.type != device.type:
         raise ValueError(
-            f"FullyShardedDataParallel: device_id={device_id} is not on the ranks' device "
-            f"({device.type}): leave it out, or give a device_mesh on that device"
+            f"FullyShardedDataParallel: device_id={given} is not on the device_mesh's device "
+            f"({device.type})"
         )
+    if given.type not in ("cpu", "cuda") or (given.type == "cuda" and not _is_current(given)):
+        raise ValueError(
+            f"FullyShardedDataParallel: device_id={given} is not this rank's device: call "
+            "torch.cuda.set_device first, or leave device_id out on CPU ranks"
+        )
+    if mesh is not None:
+        return device
+    return given if given.type == "cpu" else torch.device("cuda", torch.cuda.current_device())
+
+
+def _is_current(device: torch.device) -> bool:
+    if not torch.cuda.is_available():
+        return False
+    return device.index in (None, torch.cuda.current_device())
 
 
 def resolve_ranks(
     strategy: ShardingStrategy, process_group: Any, mesh: DeviceMesh | None
-) -> tuple[ShardGroup, torch.device]:
-    """Which ranks share and which hold copies, and the device.
+) -> ShardGroup:
+    """Which ranks share and which hold copies.
 
     Args:
         strategy: Hybrid ones need two groups: a pair (share, replicate), a 2-D mesh (replicate,
@@ -120,15 +143,15 @@ def resolve_ranks(
             "dimensions; 2-D ones (replicate, share) are for HYBRID_SHARD"
         )
     if process_group is None:
-        ranks, device = resolve_mesh(mesh, "auto")
+        ranks, _ = resolve_mesh(mesh, "auto")
     else:
-        ranks, device = shard_group(process_group, "auto"), resolve_mesh(None, "auto")[1]
+        ranks = shard_group(process_group, "auto")
     if strategy is ShardingStrategy.NO_SHARD and ranks.size > 1:
-        return shard_group(_alone(), "auto", ranks.process_group), device
-    return ranks, device
+        return shard_group(_alone(), "auto", _for_replicas(ranks.process_group))
+    return ranks
 
 
-def _hybrid(process_group: Any, mesh: DeviceMesh | None) -> tuple[ShardGroup, torch.device]:
+def _hybrid(process_group: Any, mesh: DeviceMesh | None) -> ShardGroup:
     if mesh is None and process_group is None:
         mesh = _mesh_of_hosts()
     if mesh is not None:
@@ -137,16 +160,16 @@ def _hybrid(process_group: Any, mesh: DeviceMesh | None) -> tuple[ShardGroup, to
                 "FullyShardedDataParallel: a hybrid strategy needs a 2-D device_mesh (replicate, "
                 f"share), got {mesh.ndim} dimension(s)"
             )
-        return resolve_mesh(mesh, "auto")
+        return resolve_mesh(mesh, "auto")[0]
     if not isinstance(process_group, tuple) or len(process_group) != 2:
         raise ValueError(
             "FullyShardedDataParallel: a hybrid strategy needs process_group=(share, replicate), "
             f"got {process_group!r}"
         )
-    return shard_group(process_group[0], "auto", process_group[1]), resolve_mesh(None, "auto")[1]
+    return shard_group(process_group[0], "auto", process_group[1])
 
 
-# Made once for each default group, which an entry keeps alive.
+# Made once for each group, which the entry keeps alive.
 _made: dict[tuple[int, str], tuple[Any, Any]] = {}
 
 
@@ -160,8 +183,21 @@ def _alone() -> Any:
     return _made[key][1]
 
 
+def _for_replicas(group: Any) -> Any:
+    """A second group of the same ranks.
+
+    Replicas are reduced in the order of the shares' collectives; the communicator of `group` itself
+    has an order of its own, that of units which it shares.
+    """
+    key = (id(group), "replicas")
+    if key not in _made:
+        ranks = dist.get_process_group_ranks(group)
+        _made[key] = (group, dist.new_group(ranks, use_local_synchronization=True))
+    return _made[key][1]
+
+
 def _mesh_of_hosts() -> DeviceMesh:
-    """Ranks of one host share, hosts hold copies."""
+    """Ranks of one host share, hosts hold copies; only its groups are of use."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     if not dist.is_initialized() or not local or dist.get_world_size() % local:
         raise ValueError(

@@ -24,8 +24,8 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from fsdpx.mesh import ShardGroup
 from fsdpx.parameter import ShardedTensor, state_dicts
+from fsdpx.unit import Unit
 
 CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
@@ -70,6 +70,13 @@ def outermost() -> Iterator[bool]:
         _saving.reset(token)
 
 
+def meet(unit: Unit) -> None:
+    """Lets all ranks fail by name if some do something else, where they would wait for each
+    other.
+    """
+    unit.on_any_rank([True], unit.comm)
+
+
 def rename(state: Any, old: str, new: str) -> None:
     """Replaces a prefix of the keys of a state dict, and of its metadata, in place and in order."""
     for mapping, cut in ((state, ""), (getattr(state, "_metadata", {}), ".")):
@@ -84,7 +91,7 @@ def convert(
     state: dict[str, Any],
     prefix: str,
     chosen: StateDictSettings,
-    ranks: ShardGroup,
+    unit: Unit,
     dtypes: dict[str, torch.dtype],
 ) -> None:
     """Makes the entries under `prefix` what the settings want, in place; collective if whole.
@@ -93,14 +100,16 @@ def convert(
         state: Sharded values and plain ones.
         prefix: Of the outermost wrapper's keys.
         chosen: The settings.
-        ranks: Of the outermost wrapper.
+        unit: Of the outermost wrapper.
         dtypes: Of buffers that mixed precision has cast, by key.
     """
     config: Any = chosen.state_dict_config
     whole = chosen.state_dict_type is StateDictType.FULL_STATE_DICT
     if state_dicts.sharded_for_torch():
         config, whole = ShardedStateDictConfig(), False
-    drop = getattr(config, "rank0_only", False) and not ranks.is_first
+    drop = getattr(config, "rank0_only", False) and not unit.group.is_first
+    if whole:
+        meet(unit)
     gathered: dict[int, torch.Tensor] = {}  # by the piece: tied keys share a whole value too
     for key in [key for key in state if key.startswith(prefix)]:
         value = state[key]

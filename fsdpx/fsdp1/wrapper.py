@@ -24,7 +24,7 @@ from fsdpx.clip import clip_grad_norm_
 from fsdpx.collect import managed_modules
 from fsdpx.copies import copy_sharded
 from fsdpx.fully_shard import make_unit
-from fsdpx.hooks import cast_floating, run_forward, schedule_of
+from fsdpx.hooks import all_schedules, cast_floating, run_forward, schedule_of
 from fsdpx.module import no_sync
 from fsdpx.parameter import keep_attributes
 from fsdpx.probe import check_torch
@@ -36,9 +36,9 @@ from .auto_wrap import auto_wrap
 from .ignored import resolve_ignored
 from .initialise import materialise, states_of
 from .options import (
-    check_device,
     check_forward,
     prefetches_in_backward,
+    resolve_device,
     resolve_ranks,
     unit_options,
 )
@@ -68,7 +68,7 @@ class FullyShardedDataParallel(nn.Module):
         ignored_modules: Modules to leave as they are. Their gradients stay local to each rank.
         param_init_fn: Initialises a module that is on the meta device (not those below it), in
             place of its `reset_parameters`.
-        device_id: Must be the ranks' device.
+        device_id: Where ranks compute: this rank's current GPU. None: where the module is.
         sync_module_states: Whether to start from the first rank's parameters and buffers.
         forward_prefetch: Accepted; the next unit is always gathered ahead.
         limit_all_gathers: Accepted; memory for gathered parameters is bounded anyway.
@@ -106,8 +106,8 @@ class FullyShardedDataParallel(nn.Module):
         check_torch()
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         options = unit_options(strategy, mixed_precision, cpu_offload)
-        ranks, device = resolve_ranks(strategy, process_group, device_mesh)
-        check_device(device_id, device)
+        ranks = resolve_ranks(strategy, process_group, device_mesh)
+        device = resolve_device(device_id, device_mesh, module)
         ignored = resolve_ignored(ignored_modules, ignored_states)
         if auto_wrap_policy is not None:
             arguments = {
@@ -117,7 +117,7 @@ class FullyShardedDataParallel(nn.Module):
                 "backward_prefetch": backward_prefetch,
                 "mixed_precision": mixed_precision,
                 "param_init_fn": param_init_fn,
-                "device_id": device_id,
+                "device_id": device,
                 "sync_module_states": sync_module_states,
                 "ignored_states": [*ignored.modules, *ignored.parameters],
                 "device_mesh": device_mesh,
@@ -127,7 +127,7 @@ class FullyShardedDataParallel(nn.Module):
         own = managed_modules([module]) - ignored.modules
         materialise(module, ignored, device, param_init_fn)
         if sync_module_states:
-            broadcast_states(states_of(module, own, ignored), ranks)
+            broadcast_states(states_of(module, own, ignored), ranks, device)
         unit = make_unit([module], ranks, device, options, ignored.parameters, caller=self)
         if not prefetches_in_backward(backward_prefetch):
             unit.backward_prefetch = ()
@@ -293,6 +293,11 @@ class FullyShardedDataParallel(nn.Module):
             "register_post_accumulate_grad_hook on parameters for what follows the reduction"
         )
 
+    def reset_iter_state(self) -> None:
+        """Forgets a step that was left in the middle by an exception, as FSDP2's does."""
+        for schedule in all_schedules(self):
+            schedule.reset()
+
     # ---- State dicts
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -303,8 +308,8 @@ class FullyShardedDataParallel(nn.Module):
             state = super().state_dict(**given)
         state_dicts.rename(state, f"{prefix}{WRAPPED}.", prefix)
         if outer and not given.get("keep_vars"):
-            chosen, ranks = self._state_dict_settings, self._unit.group
-            state_dicts.convert(state, prefix, chosen, ranks, self._saved_dtypes(prefix))
+            chosen, dtypes = self._state_dict_settings, self._saved_dtypes(prefix)
+            state_dicts.convert(state, prefix, chosen, self._unit, dtypes)
         return state
 
     def _saved_dtypes(self, prefix: str) -> dict[str, torch.dtype]:
@@ -388,7 +393,10 @@ class FullyShardedDataParallel(nn.Module):
             optim_state_dict: What to convert; `optim.state_dict()` if None.
             group: Accepted; a wrapper knows its ranks.
         """
-        return optimizer_states.save(model, optim, optim_state_dict, _how(model))
+        how = _how(model)
+        if how.whole:
+            state_dicts.meet(how.unit)
+        return optimizer_states.save(model, optim, optim_state_dict, how)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -417,8 +425,8 @@ class FullyShardedDataParallel(nn.Module):
                 "torch.optim optimizer within"
             )
         how = _how(model)
-        ranks = how.ranks if how.rank0_only else None
-        loaded = optimizer_states.load(model, optim, optim_state_dict, ranks)
+        from_first = how.unit if how.rank0_only else None
+        loaded = optimizer_states.load(model, optim, optim_state_dict, from_first)
         if load_directly:
             optim.load_state_dict(loaded)
         return loaded
@@ -434,7 +442,7 @@ def _how(model: nn.Module) -> optimizer_states.How:
         chosen.state_dict_type is StateDictType.FULL_STATE_DICT,
         config.offload_to_cpu,
         getattr(config, "rank0_only", False),
-        wrappers[0]._unit.group,
+        wrappers[0]._unit,
     )
 
 

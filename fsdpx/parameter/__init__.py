@@ -15,7 +15,14 @@ from torch.utils.hooks import RemovableHandle
 
 # These three fill the operator table.
 from fsdpx.parameter import elementwise, foreach, optimizers, reductions, state_dicts
-from fsdpx.parameter.identity import Traits, keep_attributes, mark_copied, take_over, traits_of
+from fsdpx.parameter.identity import (
+    Traits,
+    fill,
+    keep_attributes,
+    mark_copied,
+    take_over,
+    traits_of,
+)
 from fsdpx.parameter.spec import Spec, boxes, rebuild_spec
 from fsdpx.parameter.tensor import ShardedTensor, rebuild_tensor
 
@@ -24,6 +31,7 @@ __all__ = [
     "Spec",
     "Traits",
     "boxes",
+    "fill",
     "keep_attributes",
     "mark_copied",
     "register",

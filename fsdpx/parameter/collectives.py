@@ -164,19 +164,22 @@ def broadcast_whole(value: torch.Tensor, group: Group) -> None:
         dist.broadcast(value.view(-1).view(torch.uint8), src=0, group=group)
 
 
-def broadcast_from_first(values: Iterable[torch.Tensor], group: Group) -> None:
+def broadcast_from_first(
+    values: Iterable[torch.Tensor], group: Group, device: torch.device
+) -> None:
     """Overwrites each tensor by what the first rank of `group` has; shapes must be alike.
 
     Args:
-        values: Plain tensors of any dtypes and strides.
+        values: Plain tensors of any dtypes and strides, on any devices.
         group: None for no communication.
+        device: On which the group can communicate.
     """
     if group is None:
         return
     works: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
     for value in values:
         if value.numel():
-            dense = value.contiguous()
+            dense = value.to(device).contiguous()
             part = dense.view(-1).view(torch.uint8)
             work = dist.broadcast(part, group=group, group_src=0, async_op=True)
             works.append((work, value, dense))

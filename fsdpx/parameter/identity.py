@@ -70,6 +70,22 @@ def take_over(parameter: nn.Parameter, made: ShardedTensor) -> ShardedTensor:
     return sharded  # type: ignore[no-any-return]
 
 
+def fill(parameter: ShardedTensor, value: torch.Tensor) -> None:
+    """Gives a sharded parameter the values of a whole or equally sharded tensor.
+
+    Unlike `copy_` also one on the meta device, which is on the value's device then.
+    """
+    if not parameter.is_meta or value.is_meta:
+        parameter.copy_(value)
+        return
+    spec = parameter._spec
+    local = torch.empty(spec.end - spec.begin, dtype=value.dtype, device=value.device)
+    made = ShardedTensor(local, spec, parameter.requires_grad)
+    made.detach().copy_(value)
+    with keep_attributes([parameter]):
+        swap_content(parameter, made)
+
+
 @contextlib.contextmanager
 def keep_attributes(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
     """Inside, `torch.nn.Module._apply` may swap sharded parameters for new ones; what hangs on

@@ -24,7 +24,8 @@ using fsdpx::narrow;
 using fsdpx::Span;
 using fsdpx::widen;
 
-constexpr DType kFloating[] = {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16};
+constexpr DType kFloating[] = {DType::kFloat32,  DType::kFloat64,    DType::kFloat16,
+                               DType::kBFloat16, DType::kFloat8E4M3, DType::kFloat8E5M2};
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
 std::vector<std::string> available_isas() {
@@ -79,6 +80,24 @@ TEST(float16_rounds_to_nearest_even) {
   CHECK_EQ(round(0x1.ff8p-15f), 0x03ff);
   CHECK_EQ(round(0x1.ffcp-15f), 0x0400);  // the largest subnormal rounds up to a normal
   CHECK_EQ(round(-std::nanf("1")), 0x7e00);
+}
+
+TEST(float8_saturates_or_overflows) {
+  const auto e4m3 = [](float value) { return narrow<fsdpx::Float8E4M3>(value).bits; };
+  const auto e5m2 = [](float value) { return narrow<fsdpx::Float8E5M2>(value).bits; };
+  CHECK_EQ(e4m3(1.0f), 0x38);
+  CHECK_EQ(e4m3(1.0f + 0x1p-4f), 0x38);  // tie: down to even
+  CHECK_EQ(e4m3(1.0f + 0x3p-4f), 0x3a);  // tie: up to even
+  CHECK_EQ(e4m3(0x1p-9f), 0x01);         // the least subnormal
+  CHECK_EQ(e4m3(0x1p-10f), 0x00);
+  CHECK_EQ(e4m3(-1000.0f), 0xfe);
+  CHECK_EQ(e4m3(kInf), 0x7e);
+  CHECK_EQ(e4m3(std::nanf("1")), 0x7f);
+  CHECK_EQ(e5m2(57344.0f), 0x7b);
+  CHECK_EQ(e5m2(61440.0f), 0x7c);
+  CHECK_EQ(e5m2(-kInf), 0xfc);
+  CHECK_EQ(e5m2(0x1p-16f), 0x01);
+  CHECK_EQ(e5m2(-std::nanf("1")), 0x7f);
 }
 
 TEST(doubles_round_once) {

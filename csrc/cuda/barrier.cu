@@ -1,0 +1,54 @@
+// The barrier kernel.
+#include <cuda_runtime.h>
+
+#include "barrier.h"
+#include "launch.h"
+#include "sync.cuh"
+
+namespace fsdpx::cuda {
+namespace {
+
+// Thread k deals with rank k.
+__global__ void __launch_bounds__(kMaxRanks)
+    barrier_kernel(const __grid_constant__ Barrier barrier, uint64_t epoch, bool waits) {
+  const int peer = static_cast<int>(threadIdx.x);
+  if (peer >= barrier.num_ranks) return;
+  store_release_system(barrier.peers[peer] + barrier.rank, epoch);
+  if (!waits) return;
+  const uint64_t* flag = barrier.peers[barrier.rank] + peer;
+  const uint64_t begin = global_nanoseconds();
+  while (true) {
+    const uint64_t counter = load_acquire_system(flag);
+    if (counter >= epoch) return;
+    const bool late = global_nanoseconds() - begin > barrier.nanoseconds;
+    if (!late && load_acquire_system(barrier.abort) == 0) continue;
+    if (atomicCAS_system(reinterpret_cast<unsigned long long*>(&barrier.error->failed), 0ull,
+                         late ? 1ull : 2ull) == 0) {
+      barrier.error->rank = static_cast<uint64_t>(peer);
+      barrier.error->counter = counter;
+      barrier.error->target = epoch;
+    }
+    return;
+  }
+}
+
+void launch(const Barrier& barrier, uint64_t epoch, bool waits, void* stream) {
+  check(barrier.num_ranks >= 1 && barrier.num_ranks <= kMaxRanks && barrier.rank >= 0 &&
+            barrier.rank < barrier.num_ranks,
+        "CUDA barrier: rank ", barrier.rank, " of ", barrier.num_ranks, "; at most ", kMaxRanks,
+        " ranks can meet");
+  barrier_kernel<<<1, kMaxRanks, 0, static_cast<cudaStream_t>(stream)>>>(barrier, epoch, waits);
+  check_launch("barrier");
+}
+
+}  // namespace
+
+void signal_and_wait(const Barrier& barrier, uint64_t epoch, void* stream) {
+  launch(barrier, epoch, true, stream);
+}
+
+void signal(const Barrier& barrier, uint64_t epoch, void* stream) {
+  launch(barrier, epoch, false, stream);
+}
+
+}  // namespace fsdpx::cuda
