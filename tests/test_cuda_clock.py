@@ -84,17 +84,18 @@ def collectives(name: str, *begins: int) -> Iterator[tuple[str, int, int]]:
         yield name, begin, begin + LINK
 
 
-# Exposed: the first gather of each direction and the last reduce-scatter.
+# Exposed: the first gather and the last reduce-scatter. The last unit stays gathered from forward
+# to backward, whose first gather then overlaps with its forward.
 PREFETCHED = [
-    *compute(95, 195, 295, 490, 690, 890),
-    *collectives("AllGather", 0, 95, 195, 395, 490, 785),
-    *collectives("ReduceScatter", 690, 890, 1090),
+    *compute(95, 195, 295, 395, 595, 795),
+    *collectives("AllGather", 0, 95, 195, 295, 395),
+    *collectives("ReduceScatter", 595, 795, 995),
 ]
-# Every gather is exposed; in backward, those behind a reduce-scatter wait for that, too.
+# Every gather is exposed.
 SERIAL = [
-    *compute(95, 290, 485, 680, 1070, 1460),
-    *collectives("AllGather", 0, 195, 390, 585, 975, 1365),
-    *collectives("ReduceScatter", 880, 1270, 1660),
+    *compute(95, 290, 485, 585, 880, 1175),
+    *collectives("AllGather", 0, 195, 390, 785, 1080),
+    *collectives("ReduceScatter", 880, 1175, 1375),
 ]
 
 
