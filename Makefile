@@ -1,4 +1,5 @@
-# make build | demo | test | test-cuda-sim | test-gpu | bench | lint | types | format | cpp-test | wheel | clean
+# make build | demo | test | test-cuda-sim | test-gpu | bench | conformance | lint | types | format
+#      cpp-test | wheel | clean
 #
 #   PYTHON=python3.12             interpreter that makes the environment
 #   VENV=path                     the environment: made when it does not exist, else used as it is
@@ -28,7 +29,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := build
-.PHONY: env build demo test test-cuda-sim test-gpu bench lint types format cpp-test wheel clean
+.PHONY: env build demo test test-cuda-sim test-gpu bench conformance lint types format cpp-test wheel clean
 
 # What was installed is written down: a second run installs nothing.
 env:
@@ -75,6 +76,10 @@ demo: build
 
 bench: build
 	@for program in bench/*.py; do echo "bench: $$program on $(NPROC) ranks"; $(TORCHRUN) $$program || exit 1; done
+
+conformance: build
+	@echo "conformance: the whole matrix; writes docs/conformance.md"
+	@$(PY) tests/conformance/matrix.py --write
 
 lint: env
 	@echo "lint: ruff, clang-format"

@@ -22,6 +22,8 @@ from . import (
     module,
     ops,
     order,
+    progress,
+    residency,
     schedule,
     unit,
 )
@@ -43,6 +45,7 @@ from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .sync import sync_module_states, unequal_states
 from .timeline import record_timeline
 from .torch_private import leave_to_eager
+from .verify import verify
 
 if TYPE_CHECKING:
     from .fsdp1 import (
@@ -67,7 +70,19 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'fsdpx' has no attribute '{name}'")
 
 
-leave_to_eager(attributes, changes, gradients, hooks, memory, module, order, schedule, unit)
+leave_to_eager(
+    attributes,
+    changes,
+    gradients,
+    hooks,
+    memory,
+    module,
+    order,
+    progress,
+    residency,
+    schedule,
+    unit,
+)
 leave_to_eager(comm, comm.c10d, comm.choose, comm.communicator, comm.shm)
 
 __all__ = [
@@ -104,4 +119,5 @@ __all__ = [
     "share_comm_ctx",
     "sync_module_states",
     "unequal_states",
+    "verify",
 ]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
 from .parameter import ShardedTensor
-from .shards import Managed
+from .shards import Managed, original_of
 from .unit import Unit, unit_of
 
 
@@ -52,7 +53,23 @@ def collect(
                 entry = found.setdefault(id(parameter), Managed(path, parameter, []))
                 if (module, name) not in entry.owners:
                     entry.owners.append((module, name))
+    _check_memory(found.values())
     return list(found.values())
+
+
+def _check_memory(parameters: Iterable[Managed]) -> None:
+    """Refuses parameters that are two views of the same memory: shards would be copies of it."""
+    spans = []
+    for managed in parameters:
+        original = original_of(managed)
+        if original.numel() and original.is_contiguous() and not original.is_meta:
+            spans.append((original.data_ptr(), original.nbytes, managed.name))
+    for (begin, num_bytes, name), (following, _, other) in itertools.pairwise(sorted(spans)):
+        if following < begin + num_bytes:
+            raise ValueError(
+                f"fully_shard: parameters '{name}' and '{other}' are different objects over the "
+                "same memory: tie them by assigning one parameter to both modules"
+            )
 
 
 def _check_parameter(path: str, parameter: torch.Tensor, device: torch.device) -> None:

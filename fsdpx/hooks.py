@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from . import _C
 from .changes import settle_changes
 from .schedule import Schedule
-from .torch_private import leave_to_eager
+from .torch_private import leave_to_eager, outside_of_transforms
 from .unit import Unit, unit_of, units
 
 # ---- Calls
@@ -69,7 +69,8 @@ def make_schedule(root: nn.Module) -> Schedule:
     for unit, name in names.items():
         unit.rename(name or unit.class_name)
         unit.forget_closed()
-    return Schedule(list(names), levels)
+    with outside_of_transforms():  # set-up uses tensors as plain memory
+        return Schedule(list(names), levels)
 
 
 def _ancestors(root: nn.Module, name: str) -> list[nn.Module]:

@@ -18,10 +18,20 @@ current_backward = torch._C._current_graph_task_id
 """The number of the backward that runs in this thread, or `NO_BACKWARD`."""
 
 
+outside_of_transforms = torch._C._DisableFuncTorch
+"""A context in which tensors are plain ones, though torch.func's transforms may be running."""
+
+
 def storage_use_count(tensor: torch.Tensor) -> int:
     """How many tensors share `tensor`'s storage, itself included."""
     # The storage object that the question itself makes counts as one.
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
+
+
+def tensor_use_count(tensor: torch.Tensor) -> int:
+    """How many hold `tensor`'s content: its Python object, and graphs of forwards."""
+    private: Any = tensor
+    return int(private._use_count())
 
 
 def swap_content(a: torch.Tensor, b: torch.Tensor) -> None:

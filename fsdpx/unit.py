@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -369,10 +370,11 @@ class Unit:
         control = group.control
         # One stream for all that a communicator does: on CPU replicas are reduced on the shares'.
         stream = self.comm.stream if control is group else control.stream
-        counts = torch.tensor(flags, dtype=torch.float32, device="cpu")
-        where = (counts.data_ptr(), code(counts.dtype), counts.numel())
+        counts = array("f", flags)  # not a tensor: torch.func would wrap it
+        address, numel = counts.buffer_info()
+        where = (address, code(torch.float32), numel)
         self.wait(control.native.all_reduce(stream, self.name, *where))
-        return [count > 0 for count in counts.tolist()]
+        return [count > 0 for count in counts]
 
     def free(self) -> Place:
         """Detaches the full parameters; the caller gives the returned place back."""

@@ -272,6 +272,15 @@ def test_a_gradient_from_before_wrapping_is_added_to() -> None:
         assert torch.equal(sharded.grad.full_tensor(), whole.grad)
 
 
+def test_a_backward_of_a_forward_before_wrapping_is_refused_by_name() -> None:
+    model = mlp()
+    loss = model(batch()).sum()
+    shard(model)
+    with pytest.raises(RuntimeError, match="parameter 'bias' as it was before fully_shard"):
+        loss.backward()
+    model(batch()).sum().backward()
+
+
 @pytest.mark.parametrize("before", [True, False])
 def test_hooks_on_gradients(before: bool) -> None:
     model, reference = mlp(), mlp()

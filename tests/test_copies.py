@@ -166,13 +166,14 @@ def test_averaged_model() -> None:
 # ---- to(), half(), apply()
 
 
-def test_conversions_that_change_nothing_keep_what_hangs_on_parameters() -> None:
-    model = shard(mlp())
-    weight, seen = model[0].weight, []
+@pytest.mark.parametrize("how", ["fully_shard", "FSDP1"])
+def test_conversions_that_change_nothing_keep_what_hangs_on_parameters(how: str) -> None:
+    model = SHARDED[how](mlp())
+    weight, seen = next(model.parameters()), []
     weight.no_decay = True
     weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.shape))
     model.to("cpu").float()
-    assert model[0].weight is weight
+    assert next(model.parameters()) is weight
     assert weight.no_decay
     weight.register_hook(lambda gradient: gradient * 0)
     model(batch()).sum().backward()

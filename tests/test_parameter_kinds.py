@@ -219,6 +219,12 @@ def _partly_meta() -> nn.Module:
     return module
 
 
+def _over_the_same_memory() -> nn.Module:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[1].weight.data = module[0].weight.data
+    return module
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "complex": (
         lambda: _with(nn.Parameter(torch.ones(2, dtype=torch.complex64))),
@@ -229,6 +235,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "subclass": (
         lambda: _with(nn.Parameter(torch.Tensor._make_subclass(Other, torch.ones(2)))),
         "'p' is a Other, a tensor that computes in its own way",
+    ),
+    "same memory": (
+        _over_the_same_memory,
+        r"'0.weight' and '1.weight' are different objects over the same memory",
     ),
     "partly on meta": (_partly_meta, "'weight' is on the meta device, though others"),
 }

@@ -42,7 +42,7 @@ PYTHON_ROWS = (
     ("module", "describe", "full_parameters", "flat_parameters", "clip", "sync"),
     ("fully_shard",),
     ("fsdp1",),
-    ("timeline", "checkpoint"),
+    ("timeline", "checkpoint", "verify"),
     ("__init__",),
 )
 # Files of one native row may include each other. The first pattern that matches a name decides.

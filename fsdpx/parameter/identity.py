@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fsdpx.parameter.tensor import ShardedTensor
-from fsdpx.torch_private import swap_content
+from fsdpx.torch_private import swap_content, tensor_use_count
 
 _COPIED = "_fsdpx_copied"
 
@@ -56,6 +56,8 @@ def take_over(parameter: nn.Parameter, made: ShardedTensor) -> ShardedTensor:
     Returns:
         `parameter`, which is a `ShardedTensor` now.
     """
+    if parameter.requires_grad and tensor_use_count(parameter) > 1:
+        _poison(parameter, made._spec.name)
     attributes, gradient = dict(parameter.__dict__), parameter.grad
     after = parameter._post_accumulate_grad_hooks
     if gradient is not None:
@@ -100,6 +102,18 @@ def keep_attributes(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
         parameter.__dict__.update(attributes)
         if hooks and not parameter._post_accumulate_grad_hooks:
             parameter._post_accumulate_grad_hooks = hooks
+
+
+def _poison(parameter: nn.Parameter, name: str) -> None:
+    """A graph of an earlier forward holds the old content: its gradients would go nowhere."""
+
+    def refuse(gradients: object) -> None:
+        raise RuntimeError(
+            f"fsdpx: a backward reaches parameter {name!r} as it was before fully_shard: run the "
+            "forward after sharding"
+        )
+
+    torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(refuse)
 
 
 def mark_copied(parameter: nn.Parameter, name: str) -> None:

@@ -11,9 +11,10 @@ from . import (
     registry,
     staleness,
     surface,
+    transforms,
 )
 
-THEMES = (ordinary, backward, failures, staleness, parameters, precision, surface)
+THEMES = (ordinary, backward, failures, staleness, parameters, precision, surface, transforms)
 
 
 def run_case(rank: int, world_size: int, name: str) -> str | None:
