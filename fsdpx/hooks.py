@@ -68,6 +68,8 @@ def make_schedule(root: nn.Module) -> Schedule:
         old.close()
     for unit, name in names.items():
         unit.rename(name or unit.class_name)
+        for managed in unit.parameters:
+            managed.sharded._spec.rename(f"{name}.{managed.name}" if name else managed.name)
         unit.forget_closed()
     with outside_of_transforms():  # set-up uses tensors as plain memory
         return Schedule(list(names), levels)

@@ -368,12 +368,10 @@ class Unit:
         if group.size == 1:
             return list(flags)
         control = group.control
-        # One stream for all that a communicator does: on CPU replicas are reduced on the shares'.
-        stream = self.comm.stream if control is group else control.stream
         counts = array("f", flags)  # not a tensor: torch.func would wrap it
         address, numel = counts.buffer_info()
         where = (address, code(torch.float32), numel)
-        self.wait(control.native.all_reduce(stream, self.name, *where))
+        self.wait(control.native.all_reduce(control.stream, self.name, *where))
         return [count > 0 for count in counts]
 
     def free(self) -> Place:

@@ -18,6 +18,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import fsdpx
 from fsdpx import FullyShardedDataParallel as FSDP
 from fsdpx import ShardingStrategy
+from fsdpx.unit import unit_of
 
 
 def mlp() -> nn.Sequential:
@@ -90,6 +91,25 @@ def gradients_by_shape(rank: int, world_size: int) -> list[float]:
 def test_gradients_are_the_mean_whatever_the_mesh() -> None:
     for found in run_ranks(4, gradients_by_shape):
         assert max(found) < 1e-7
+
+
+def streams(rank: int, world_size: int) -> None:
+    """A group shares one unit and holds copies of another: two communicators, each on one stream,
+    so that the order of collectives never depends on time.
+    """
+    net = mlp()
+    net[0] = FSDP(net[0], sharding_strategy=ShardingStrategy.NO_SHARD)
+    model = FSDP(net)
+    for _ in range(20):
+        model(batch(rank)).sum().backward()
+    inner, outer = unit_of(net[0]), unit_of(model)
+    assert inner.group.replicate_group is outer.group.process_group
+    assert inner.replicate_comm is not outer.comm
+    assert inner.replicate_comm.stream is inner.comm.stream is not outer.comm.stream
+
+
+def test_replicas_and_shares_of_one_group() -> None:
+    run_ranks(2, streams)
 
 
 def test_activation_checkpointing_gathers_twice() -> None:

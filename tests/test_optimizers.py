@@ -91,7 +91,7 @@ def _cut(rank: int, size: int, name: str, granularity: str) -> str:
 @pytest.mark.parametrize("name", ["Muon", "Adafactor"])
 def test_cut_matrices_are_refused_by_name(name: str, granularity: str) -> None:
     for message in run_ranks(2, _cut, name, granularity):
-        assert "'weight' (8, 6) is sharded" in message
+        assert "'0.weight' (8, 6) is sharded" in message
         assert 'granularity="parameter"' in message
 
 

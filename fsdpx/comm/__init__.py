@@ -29,7 +29,9 @@ EXIT_SECONDS = 2.0  # for what is queued when the interpreter exits
 
 # By identity of the process group, which the entry keeps alive. Ranks may be threads of one
 # process, each with a group object of its own, so nothing here is "the" rank of the process.
-_registry: dict[tuple[int, str, str], tuple[dist.ProcessGroup, Communicator]] = {}
+# What runs on another's stream is a communicator of its own: each has one order of collectives.
+_Key = tuple[int, str, str, Communicator | None]
+_registry: dict[_Key, tuple[dist.ProcessGroup, Communicator]] = {}
 _lock = threading.Lock()  # guards the dict only: creating is collective and must not be serialised
 
 
@@ -59,7 +61,7 @@ def create(
             collectives follow each other in the order of their issue.
 
     Returns:
-        A communicator. The same one for the same group and kind, until it is closed.
+        A communicator. The same one for the same group, kind and stream, until it is closed.
 
     Raises:
         ValueError: `kind` is unknown, or some rank of the group cannot use it (on every rank).
@@ -76,7 +78,7 @@ def create(
             "torch.distributed.init_process_group first"
         )
     with _lock:
-        entry = _registry.get((id(resolved), kind, str(device)))
+        entry = _registry.get((id(resolved), kind, str(device), beside))
         if entry is not None and not entry[1].closed:
             return entry[1]
     limit = _timeout_of(resolved) if timeout is None else timeout
@@ -87,7 +89,7 @@ def create(
         made = _make(resolved, kind, limit, max_bytes, beside)
     with _lock:
         for name in {kind, made.kind}:
-            key = (id(resolved), name, str(device))
+            key = (id(resolved), name, str(device), beside)
             if key not in _registry or _registry[key][1].closed:
                 _registry[key] = (resolved, made)
     return made

@@ -147,7 +147,7 @@ def resolve_ranks(
     else:
         ranks = shard_group(process_group, "auto")
     if strategy is ShardingStrategy.NO_SHARD and ranks.size > 1:
-        return shard_group(_alone(), "auto", _for_replicas(ranks.process_group))
+        return shard_group(_alone(), "auto", ranks.process_group)
     return ranks
 
 
@@ -180,19 +180,6 @@ def _alone() -> Any:
     if key not in _made:
         group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         _made[key] = (world, group)
-    return _made[key][1]
-
-
-def _for_replicas(group: Any) -> Any:
-    """A second group of the same ranks.
-
-    Replicas are reduced in the order of the shares' collectives; the communicator of `group` itself
-    has an order of its own, that of units which it shares.
-    """
-    key = (id(group), "replicas")
-    if key not in _made:
-        ranks = dist.get_process_group_ranks(group)
-        _made[key] = (group, dist.new_group(ranks, use_local_synchronization=True))
     return _made[key][1]
 
 

@@ -62,6 +62,12 @@ class Spec:
         set_(self, "end", ranges[rank][1])
         set_(self, "whole", whole)
 
+    def rename(self, name: str) -> None:
+        """Sets the name that messages use: a unit learns its place in a model only when that is
+        called.
+        """
+        object.__setattr__(self, "name", name)
+
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"Spec is immutable (setting {name!r})")
 
@@ -77,7 +83,7 @@ class Spec:
         )
 
     def __hash__(self) -> int:
-        return hash((self.name, self.shape, self.rank, self.begin, self.end))
+        return hash((self.shape, self.rank, self.begin, self.end))
 
     # A process group can't be copied, and two copies of something immutable are of no use.
     def __copy__(self) -> Spec:

@@ -36,8 +36,8 @@ from conformance.patterns import PATTERNS, Side
 LIMIT = {"fp32": 2e-6, "bf16": 4e-2}  # relative to the largest element of each kind of number
 STOCK = "FSDP2"
 WORLD_SIZES = (1, 2, 3, 4)
-MAIN_KINDS = ("linear", "tied in a unit", "frozen beside trainable")
-MAIN_PATTERNS = ("train", "accumulate unsynchronised", "exception in backward")
+MAIN_KINDS = ("linear", "frozen beside trainable")
+MAIN_PATTERNS = ("train",)
 DOCUMENT = Path(__file__).parents[2] / "docs" / "conformance.md"
 
 # ---- Front doors: each shards a stack and says how to leave synchronisation out
@@ -126,7 +126,7 @@ def _belongs(cell: Cell) -> bool:
     everywhere = cell.door in ("ZeRO-3", STOCK)
     if cell.world_size not in (WORLD_SIZES if everywhere else (2, 4)):
         return False
-    if cell.dtype == "bf16" and cell.world_size != 2:
+    if cell.dtype == "bf16" and (cell.world_size != 2 or cell.pattern == "compiled"):
         return False
     if everywhere and cell.pattern != "compiled" and (cell.dtype, cell.world_size) == ("fp32", 2):
         return True
@@ -192,19 +192,21 @@ def run_cells(cells: Sequence[Cell]) -> dict[Cell, str]:
     """Runs cells on pooled processes; one that hangs or kills its processes is found and named."""
     outcomes: dict[Cell, str] = {}
     by_chunk = sorted(cells, key=lambda c: (c.world_size, c.door, c.kind))
-    for (size, _, _), group in itertools.groupby(
+    for (size, door, kind), group in itertools.groupby(
         by_chunk, lambda c: (c.world_size, c.door, c.kind)
     ):
         chunk = list(group)
         try:
-            found = run_ranks(size, run_chunk, chunk, timeout=20 + len(chunk))[0]
+            found = run_ranks(size, run_chunk, chunk, timeout=60 + 2 * len(chunk))[0]
             outcomes.update(zip(chunk, found, strict=True))
         except RankError:
             for cell in chunk:
                 try:
-                    outcomes[cell] = run_ranks(size, run_chunk, [cell], timeout=20)[0][0]
+                    outcomes[cell] = run_ranks(size, run_chunk, [cell], timeout=40)[0][0]
                 except RankError as error:
                     outcomes[cell] = f"hang or crash: {error.failures[0].text.splitlines()[-1]}"
+        equal = sum(outcomes[cell] == "equal" for cell in chunk)
+        print(f"{door}, {kind}, {size} ranks: {equal} of {len(chunk)} equal", flush=True)
     return outcomes
 
 
