@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -77,7 +76,7 @@ class Schedule:
         self._continues = False  # whether it adds to gradients that no reduction has taken yet
         self._broken = False  # an exception ended a step that had such gradients
         self._reducing: list[Unit] = []  # whose reductions may still run, oldest first
-        self._began: dict[Unit, int] = {}  # ns, for the timeline
+        self._began: dict[Unit, _C.Instant] = {}  # for the timeline
         for unit in units:
             unit.listener = self
 
@@ -216,14 +215,15 @@ class Schedule:
 
     def _note_begin(self, unit: Unit) -> None:
         if unit.comm.recorder.enabled:
-            self._began[unit] = time.monotonic_ns()
+            self._began[unit] = unit.comm.stream.computed()
 
     def _record(self, unit: Unit, operation: str) -> None:
         """Records what has run since `_note_begin`."""
         recorder = unit.comm.recorder
         if recorder.enabled and unit in self._began:
             begin = self._began.pop(unit)
-            recorder.record("compute", unit.name, operation, begin, begin, time.monotonic_ns(), 0)
+            end = unit.comm.stream.computed()
+            recorder.record("compute", unit.name, operation, begin, begin, end, 0)
 
     # ---- Backward
 
