@@ -128,11 +128,42 @@ struct RegionView {
 };
 
 py::list take(Recorder& recorder) {
+  std::vector<TraceEvent> events;
+  {
+    const py::gil_scoped_release nogil;
+    events = recorder.take();
+  }
   py::list rows;
-  for (const TraceEvent& e : recorder.take())
-    rows.append(py::make_tuple(e.lane, e.unit, e.operation, e.issue_ns, e.begin_ns, e.end_ns,
+  for (const TraceEvent& e : events)
+    rows.append(py::make_tuple(e.lane, e.unit, e.operation, e.issue.ns, e.begin.ns, e.end.ns,
                                e.wire_bytes));
   return rows;
+}
+
+void bind_recorder(py::module_& m) {
+  py::class_<Instant>(m, "Instant", "A point in time; on a GPU it may lie ahead.")
+      .def(py::init<int64_t>(), py::arg("ns"));
+  py::implicitly_convertible<int64_t, Instant>();
+  py::class_<Recorder, shared_ptr<Recorder>>(m, "Recorder")
+      .def(py::init<>())
+      .def_property_readonly("enabled", &Recorder::enabled)
+      .def("enable", &Recorder::enable, py::arg("on"))
+      .def(
+          "record",
+          [](Recorder& recorder, const std::string& lane, std::string unit, std::string operation,
+             const Instant& issue, const Instant& begin, const Instant& end, int64_t wire_bytes) {
+            const char* lane_name = lane == "compute" ? "compute"
+                                    : lane == "comm"  ? "comm"
+                                                      : "resident";
+            recorder.record(
+                {lane_name, std::move(unit), std::move(operation), issue, begin, end, wire_bytes});
+          },
+          py::arg("lane"), py::arg("unit"), py::arg("operation"), py::arg("issue"),
+          py::arg("begin"), py::arg("end"), py::arg("wire_bytes") = 0,
+          "Times are instants, or nanoseconds of now_ns().")
+      .def("take", &take,
+           "Events so far as (lane, unit, operation, issue_ns, begin_ns, end_ns, wire_bytes).");
+  m.def("now_ns", &now_ns, "The recorder's clock.");
 }
 
 void bind_streams(py::module_& m) {
@@ -165,28 +196,14 @@ void bind_streams(py::module_& m) {
             if (mark != nullptr) stream.follow(*mark);
           },
           py::arg("mark").none(true), "What is enqueued from now on begins after `mark`.")
+      .def(
+          "reached", [](Stream& stream) { return stream.clock()(); },
+          "The instant at which what is enqueued so far has run.")
+      .def("computed", &Stream::computed,
+           "The instant at which the caller has computed what it has issued so far.")
       .def("close", &Stream::close, py::arg("seconds"), py::call_guard<py::gil_scoped_release>());
   py::class_<WorkerStream, Stream, shared_ptr<WorkerStream>>(m, "WorkerStream")
       .def(py::init<std::string>(), py::arg("name"));
-  py::class_<Recorder, shared_ptr<Recorder>>(m, "Recorder")
-      .def(py::init<>())
-      .def_property_readonly("enabled", &Recorder::enabled)
-      .def("enable", &Recorder::enable, py::arg("on"))
-      .def(
-          "record",
-          [](Recorder& recorder, const std::string& lane, std::string unit, std::string operation,
-             int64_t issue_ns, int64_t begin_ns, int64_t end_ns, int64_t wire_bytes) {
-            const char* lane_name = lane == "compute" ? "compute"
-                                    : lane == "comm"  ? "comm"
-                                                      : "resident";
-            recorder.record({lane_name, std::move(unit), std::move(operation), issue_ns, begin_ns,
-                             end_ns, wire_bytes});
-          },
-          py::arg("lane"), py::arg("unit"), py::arg("operation"), py::arg("issue_ns"),
-          py::arg("begin_ns"), py::arg("end_ns"), py::arg("wire_bytes") = 0)
-      .def("take", &take,
-           "Events so far as (lane, unit, operation, issue_ns, begin_ns, end_ns, wire_bytes).");
-  m.def("now_ns", &now_ns, "The recorder's clock.");
 }
 
 void bind_operations(py::module_& m) {
@@ -351,6 +368,7 @@ std::vector<uint8_t> used_on_any_rank(const ReduceOp& op) {
 
 void bind_comm(py::module_& m) {
   py::register_exception_translator(&translate);
+  bind_recorder(m);
   bind_streams(m);
   bind_operations(m);
   bind_communicator(m);

@@ -6,22 +6,23 @@
 namespace fsdpx {
 namespace {
 
-// Enqueues `call`, timed for the recorder. `owned` goes when the task has ended, before its event
-// does.
-template <typename Call>
+// Enqueues `prepare` and `call`, which is timed for the recorder. `owned` goes when the task has
+// ended, before its event does.
+template <typename Prepare, typename Call>
 std::shared_ptr<Event> issue(Stream& stream, Communicator& comm, const Tag& tag,
                              const char* operation, int64_t bytes, Recorder* recorder,
-                             std::shared_ptr<void> owned, Call call) {
+                             std::shared_ptr<void> owned, Prepare prepare, Call call) {
   const bool record = recorder != nullptr && recorder->enabled();
   const int64_t issue_ns = record ? now_ns() : 0;
   std::string unit = record ? tag.unit : std::string();
   auto event =
-      stream.enqueue([call = std::move(call), unit = std::move(unit), owned = std::move(owned),
-                      operation, bytes, recorder, record, issue_ns] {
-        const int64_t begin_ns = record ? now_ns() : 0;
+      stream.enqueue([prepare = std::move(prepare), call = std::move(call), unit = std::move(unit),
+                      owned = std::move(owned), clock = record ? stream.clock() : Clock(),
+                      operation, bytes, recorder, issue_ns] {
+        prepare();
+        const Instant begin = clock ? clock() : Instant();
         call();
-        if (record)
-          recorder->record({"comm", unit, operation, issue_ns, begin_ns, now_ns(), bytes});
+        if (clock) recorder->record({"comm", unit, operation, issue_ns, begin, clock(), bytes});
       });
   comm.note_issued(event);
   return event;
@@ -47,8 +48,9 @@ std::shared_ptr<Event> issue_all_gather(Stream& stream, std::shared_ptr<Communic
   Communicator& target = *comm;  // before the closure takes the pointer
   const int64_t bytes = wire_bytes(*op, target.size());
   const Tag& tag = op->tag;
-  return issue(stream, target, tag, "all_gather", bytes, recorder, std::move(keep_alive),
-               [comm = std::move(comm), op = std::move(op)] { comm->all_gather(*op); });
+  return issue(
+      stream, target, tag, "all_gather", bytes, recorder, std::move(keep_alive), [] {},
+      [comm = std::move(comm), op = std::move(op)] { comm->all_gather(*op); });
 }
 
 std::shared_ptr<Event> issue_reduce_scatter(Stream& stream, std::shared_ptr<Communicator> comm,
@@ -57,8 +59,9 @@ std::shared_ptr<Event> issue_reduce_scatter(Stream& stream, std::shared_ptr<Comm
   Communicator& target = *comm;  // before the closure takes the pointer
   const int64_t bytes = wire_bytes(*op, target.size());
   const Tag& tag = op->tag;
-  return issue(stream, target, tag, "reduce_scatter", bytes, recorder, std::move(keep_alive),
-               [comm = std::move(comm), op = std::move(op)] { comm->reduce_scatter(*op); });
+  return issue(
+      stream, target, tag, "reduce_scatter", bytes, recorder, std::move(keep_alive),
+      [comm, op] { comm->prepare(*op); }, [comm, op] { comm->reduce_scatter(*op); });
 }
 
 std::shared_ptr<Event> issue_all_reduce(Stream& stream, std::shared_ptr<Communicator> comm,
@@ -69,10 +72,11 @@ std::shared_ptr<Event> issue_all_reduce(Stream& stream, std::shared_ptr<Communic
   const int num_ranks = target.size();
   const int64_t bytes = 2 * (op.numel * itemsize(op.dtype)) * (num_ranks - 1) / num_ranks;
   const Tag tag = op.tag;
-  return issue(stream, target, tag, "all_reduce", bytes, recorder, std::move(keep_alive),
-               [comm = std::move(comm), op = std::move(op)] {
-                 comm->all_reduce(op.tag, op.data, op.dtype, op.numel, op.scale);
-               });
+  return issue(
+      stream, target, tag, "all_reduce", bytes, recorder, std::move(keep_alive), [] {},
+      [comm = std::move(comm), op = std::move(op)] {
+        comm->all_reduce(op.tag, op.data, op.dtype, op.numel, op.scale);
+      });
 }
 
 int64_t allocate_in_order(Communicator& comm, int64_t nbytes) {

@@ -106,6 +106,8 @@ class Communicator {
 
   // Bytes that this rank sent to others, counted as in (D - 1) / D * total; for the trace.
   virtual void all_gather(const GatherOp& op) = 0;
+  // `prepare` comes right before: what is done on the caller's stream. On CPU that is nothing.
+  virtual void prepare(const ReduceOp& /*op*/) {}
   virtual void reduce_scatter(ReduceOp& op) = 0;
   // Sum over ranks in rank order, in place, scaled; used for the replicate dimension of HSDP.
   virtual void all_reduce(const Tag& tag, void* data, DType dtype, int64_t numel, double scale) = 0;

@@ -6,6 +6,8 @@
 #include <functional>
 #include <memory>
 
+#include "trace.h"
+
 namespace fsdpx {
 
 // The end of one task.
@@ -41,6 +43,11 @@ class Stream {
   // calls: there is nothing to wait for, and the mark is null.
   virtual std::shared_ptr<Event> mark() { return nullptr; }
   virtual void follow(const Event& mark) { (void)mark; }
+
+  // For the timeline. `clock` is of this stream and may outlive it; `computed` is when the caller
+  // has computed what it has issued so far.
+  virtual Clock clock() { return now_ns; }
+  virtual Instant computed() { return now_ns(); }
 };
 
 }  // namespace fsdpx

@@ -18,8 +18,14 @@ void Recorder::record(TraceEvent event) {
 }
 
 std::vector<TraceEvent> Recorder::take() {
-  std::lock_guard lock(mutex_);
-  return std::exchange(events_, {});
+  std::vector<TraceEvent> taken;
+  {
+    std::lock_guard lock(mutex_);
+    taken = std::exchange(events_, {});
+  }
+  for (TraceEvent& event : taken)
+    for (Instant* instant : {&event.issue, &event.begin, &event.end}) instant->resolve();
+  return taken;
 }
 
 }  // namespace fsdpx

@@ -35,7 +35,7 @@ def full_parameters(
             what it wrote to its own share, so all ranks must write the same.
         rank0_only: Whether only the first rank has whole parameters inside; it cannot run a forward
             alone, and nothing is written back.
-        offload_to_cpu: Whole parameters live in CPU memory; on CPU ranks they do anyway.
+        offload_to_cpu: On CPU ranks whole parameters are in CPU memory anyway; refused on others.
         with_grads: Whether the whole parameters have whole gradients, which may be edited too.
             There is no forward inside then.
 
@@ -47,6 +47,11 @@ def full_parameters(
     if not found:
         raise ValueError("full_parameters: the model has no units: call fully_shard first")
     check_options("full_parameters", writeback, rank0_only)
+    if offload_to_cpu and any(unit.device.type != "cpu" for unit in found):
+        raise NotImplementedError(
+            "full_parameters: offload_to_cpu=True is not supported on GPUs: read "
+            "parameter.full_tensor().cpu() one by one, or use summon_full_params"
+        )
     schedules = make_schedules(model)
     with hold(schedules, writeback, rank0_only, with_grads):
         yield

@@ -42,7 +42,7 @@ class Region:
 
     def __init__(self, comm: Communicator, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self._number = comm.native.allocate(num_bytes)
+        self._number = comm.allocate_region(num_bytes)
         self._data = comm.native.region_data(self._number)
         self._finalizer = weakref.finalize(self, _release, comm, self._number)
         self._finalizer.atexit = False  # the communicator closes itself

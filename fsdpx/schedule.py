@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -69,6 +68,7 @@ class Schedule:
         self._thread = 0  # that runs the outermost forward
         self._depth = 0  # nested forwards that are running
         self._tasks: set[int] = set()  # backwards that are running: nested ones have their own
+        self._ending = threading.RLock()  # a backward that raised may be ended by another thread
         # Ran with gradients enabled since the last backward, in the order in which forwards ended.
         self._participants: dict[Unit, None] = {}
         self._reduced_any = False
@@ -76,7 +76,7 @@ class Schedule:
         self._continues = False  # whether it adds to gradients that no reduction has taken yet
         self._broken = False  # an exception ended a step that had such gradients
         self._reducing: list[Unit] = []  # whose reductions may still run, oldest first
-        self._began: dict[Unit, int] = {}  # ns, for the timeline
+        self._began: dict[Unit, _C.Instant] = {}  # for the timeline
         for unit in units:
             unit.listener = self
 
@@ -84,6 +84,8 @@ class Schedule:
 
     @property
     def is_idle(self) -> bool:
+        if not self._depth and current_backward() == NO_BACKWARD:
+            self._end_abandoned()
         return not self._depth and not self._tasks
 
     @property
@@ -99,6 +101,7 @@ class Schedule:
         if recompute:
             self._begin_backward()
         elif self._depth == 0:
+            self._end_abandoned()
             self._check_unbroken()
             for around in self.around_forwards:
                 around.before(unit)
@@ -212,14 +215,15 @@ class Schedule:
 
     def _note_begin(self, unit: Unit) -> None:
         if unit.comm.recorder.enabled:
-            self._began[unit] = time.monotonic_ns()
+            self._began[unit] = unit.comm.stream.computed()
 
     def _record(self, unit: Unit, operation: str) -> None:
         """Records what has run since `_note_begin`."""
         recorder = unit.comm.recorder
         if recorder.enabled and unit in self._began:
             begin = self._began.pop(unit)
-            recorder.record("compute", unit.name, operation, begin, begin, time.monotonic_ns(), 0)
+            end = unit.comm.stream.computed()
+            recorder.record("compute", unit.name, operation, begin, begin, end, 0)
 
     # ---- Backward
 
@@ -321,11 +325,26 @@ class Schedule:
         self._tasks.add(task)
         _C.at_backward_end(functools.partial(self._end_backward, task))
 
+    def _end_abandoned(self) -> None:
+        """Ends backwards that raised, before anything new begins.
+
+        On a GPU autograd runs in a thread of its own, which may come to that later than the caller
+        to its next step.
+        """
+        for task in list(self._tasks):
+            self._end_backward(task, ok=False)
+        with self._ending:  # a thread that is at it comes to its end first
+            pass
+
     def _end_backward(self, task: int, ok: bool) -> None:
         """A backward has ended, well or by an exception; the outermost one settles everything."""
-        self._tasks.discard(task)
-        if self._tasks:
-            return
+        with self._ending:
+            if task in self._tasks:
+                self._tasks.discard(task)
+                if not self._tasks:
+                    self._end_all(ok)
+
+    def _end_all(self, ok: bool) -> None:
         settled = False
         try:
             if ok:

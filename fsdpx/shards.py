@@ -184,7 +184,8 @@ def original_of(managed: Managed) -> nn.Parameter | ShardedTensor:
 
 def take_edits(full: torch.Tensor, sharded: ShardedTensor) -> None:
     """Writes this rank's piece of a whole value to the sharded one, where they differ."""
-    piece, local = sharded._spec.piece(full.detach()), sharded.to_local()
+    local = sharded.to_local()
+    piece = sharded._spec.piece(full.detach()).to(local.device)
     # Only what was edited: the rest would lose what the dtype of `full` cannot hold.
     edited = piece != local.to(piece.dtype)
     if edited.any():

@@ -49,7 +49,7 @@ class Pending(NamedTuple):
     event: _C.Event
     place: Place
     generation: int
-    issue_ns: int
+    issued: _C.Instant | int  # ns
 
 
 class Unit:
@@ -304,12 +304,15 @@ class Unit:
         if self._plan_gather is None:
             self._plan_gather = self._make_gather_plan()
             self._followed = None
-        if self._followed != generation:  # what wrote to the shards may still be queued
+        # What wrote to the shards may still be queued. And the host runs ahead of a GPU: where it
+        # gathers nothing ahead, nor must the stream.
+        if self._followed != generation or not self.options.prefetch:
             comm.stream.follow(comm.stream.mark())
             self._followed = generation
         for mark in place.free_after:
             comm.stream.follow(mark)
-        issue_ns = time.monotonic_ns()
+        recording = comm.recorder.enabled
+        issued = comm.stream.reached() if recording else time.monotonic_ns()
         event = comm.native.all_gather(
             comm.stream,
             self._plan_gather,
@@ -318,7 +321,7 @@ class Unit:
             comm.recorder,
         )
         comm.in_flight.add(event, self.shards.flat)
-        self.gathered = Pending(event, place, generation, issue_ns)
+        self.gathered = Pending(event, place, generation, issued)
         self._move(Storage.GATHERING)
 
     def _make_gather_plan(self) -> _C.GatherPlan:
@@ -356,9 +359,9 @@ class Unit:
         if not recorder.enabled:
             event.wait(WAIT_FOREVER)
             return
-        begin = time.monotonic_ns()
+        begin = self.comm.stream.computed()
         event.wait(WAIT_FOREVER)
-        end = time.monotonic_ns()
+        end = self.comm.stream.computed()
         recorder.record("compute", self.name, "wait", begin, begin, end, 0)
 
     def on_any_rank(self, flags: Sequence[bool], group: Communicator) -> list[bool]:
@@ -386,7 +389,7 @@ class Unit:
         self._move(Storage.SHARDED)
         recorder = self.comm.recorder
         if recorder.enabled:
-            begin, end = gathered.issue_ns, time.monotonic_ns()
+            begin, end = gathered.issued, comm.stream.computed()
             recorder.record("resident", self.name, "full", begin, begin, end, 0)
         return place
 

@@ -128,14 +128,13 @@ void DeviceCommunicator::note_issued(std::shared_ptr<Event> event) {
         });
   watchdog_->watch(event, detail::concat("rank ", rank(), ": collective ", sequence_, ", ",
                                          announced_, ", on the GPU"));
-  Communicator::note_issued(std::move(event));
+  last_ = std::move(event);
 }
 
 void DeviceCommunicator::close() {
   if (closed_.exchange(true)) return;
   if (watchdog_ != nullptr) watchdog_->stop();
-  const auto last = last_issued();
-  if (last != nullptr && !last->query())
+  if (last_ != nullptr && !last_->query())
     fail(std::make_exception_ptr(
         std::runtime_error("fsdpx: the communicator was closed while a collective of it ran")));
   destroy();
@@ -260,12 +259,10 @@ void DeviceCommunicator::pack_gradients(std::span<const ConstSpan> srcs, DType f
   convert(pieces, from, to, 1.0, accumulate, surroundings_.stream->current());
 }
 
-void DeviceCommunicator::reduce_scatter(ReduceOp& op) {
+void DeviceCommunicator::prepare(const ReduceOp& op) {
+  check_usable();
   const SendLayout layout(op, size());
   SendBuffer& send = next_send_buffer(op.tag, layout.nbytes);
-  const auto num_used = static_cast<int64_t>(op.used.size());
-  op.used_late =
-      announce({"reduce_scatter", op.tag, {}, layout.nbytes, num_used, details_of(op)}, op.used);
   const cudaStream_t current = surroundings_.stream->current();
   if (send.read != nullptr) send.read->hold(current);
   for (size_t i = 0; i < op.segments.size(); ++i) {
@@ -274,6 +271,15 @@ void DeviceCommunicator::reduce_scatter(ReduceOp& op) {
                    size() * s.numel, false);
   }
   surroundings_.stream->order(current, stream());
+  packed_ = &send;
+}
+
+void DeviceCommunicator::reduce_scatter(ReduceOp& op) {
+  const SendLayout layout(op, size());
+  const auto num_used = static_cast<int64_t>(op.used.size());
+  op.used_late =
+      announce({"reduce_scatter", op.tag, {}, layout.nbytes, num_used, details_of(op)}, op.used);
+  SendBuffer& send = *std::exchange(packed_, nullptr);
   sum_into_shards(op, layout, send.region);
   send.read = surroundings_.stream->record();
 }

@@ -62,6 +62,7 @@ class DeviceCommunicator : public Communicator,
   void release(int64_t region) override;
 
   void all_gather(const GatherOp& op) override;
+  void prepare(const ReduceOp& op) override;  // packs
   void reduce_scatter(ReduceOp& op) override;
   void all_reduce(const Tag& tag, void* data, DType dtype, int64_t numel, double scale) override;
   void barrier(const Tag& tag) override;
@@ -136,8 +137,10 @@ class DeviceCommunicator : public Communicator,
   std::map<int64_t, Region> regions_;
   int64_t num_regions_ = 0;
 
+  std::shared_ptr<Event> last_;  // collective
   SendBuffer send_buffers_[2];
   uint64_t num_sends_ = 0;
+  SendBuffer* packed_ = nullptr;  // from prepare to reduce_scatter
 
   mutable std::mutex failure_mutex_;
   std::exception_ptr failure_;

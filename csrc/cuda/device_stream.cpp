@@ -37,7 +37,7 @@ cudaEvent_t EventPool::take() {
     }
   }
   cudaEvent_t event = nullptr;
-  check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
+  check_cuda(cudaEventCreateWithFlags(&event, flags_), "cudaEventCreate");
   return event;
 }
 
@@ -81,6 +81,54 @@ void DeviceEvent::wait(double, const std::function<void()>&) {
 
 void DeviceEvent::hold(cudaStream_t stream) const {
   check_cuda(cudaStreamWaitEvent(stream, event_, 0), "cudaStreamWaitEvent");
+}
+
+// ---- Times
+
+class DeviceClock::Point final : public TimePoint {
+ public:
+  Point(std::shared_ptr<DeviceClock> clock, std::shared_ptr<const Anchor> anchor,
+        cudaStream_t stream)
+      : clock_(std::move(clock)), anchor_(std::move(anchor)), event_(clock_->pool_.take()) {
+    check_cuda(cudaEventRecord(event_, stream), "cudaEventRecord");
+  }
+  ~Point() override { clock_->pool_.give(event_); }
+
+  int64_t ns() override {
+    float ms = 0;
+    check_cuda(cudaEventSynchronize(event_), "cudaEventSynchronize");
+    check_cuda(cudaEventElapsedTime(&ms, anchor_->event, event_), "cudaEventElapsedTime");
+    return anchor_->ns + static_cast<int64_t>(ms * 1e6);
+  }
+
+ private:
+  const std::shared_ptr<DeviceClock> clock_;
+  const std::shared_ptr<const Anchor> anchor_;
+  const cudaEvent_t event_;
+};
+
+Instant DeviceClock::at_end_of(cudaStream_t stream) {
+  std::lock_guard lock(mutex_);
+  // An elapsed time has 24 bits: the anchor must not be old.
+  constexpr int64_t kOld = 1'000'000'000;
+  const bool unused = anchor_ != nullptr && anchor_.use_count() == 1;
+  if (anchor_ == nullptr || (unused && now_ns() - anchor_->ns > kOld)) {
+    const cudaEvent_t event = pool_.take();
+    check_cuda(cudaEventRecord(event, stream), "cudaEventRecord");
+    check_cuda(cudaEventSynchronize(event), "cudaEventSynchronize");
+    if (anchor_ != nullptr) pool_.give(anchor_->event);
+    anchor_ = std::make_shared<Anchor>(Anchor{event, now_ns()});
+  }
+  return Instant(std::make_shared<Point>(shared_from_this(), anchor_, stream));
+}
+
+Clock DeviceStream::clock() {
+  return [clock = clock_, stream = stream_] { return clock->at_end_of(stream); };
+}
+
+Instant DeviceStream::computed() {
+  const DeviceGuard guard(device_);
+  return clock_->at_end_of(current());
 }
 
 // ---- The stream

@@ -37,12 +37,31 @@ using CurrentStream = cudaStream_t (*)(int device);
 // of the collectives in flight at most, and the last ones go when CUDA itself may be gone.
 class EventPool {
  public:
+  explicit EventPool(unsigned flags) : flags_(flags) {}
   cudaEvent_t take();
   void give(cudaEvent_t event);
 
  private:
+  const unsigned flags_;
   std::mutex mutex_;
   std::vector<cudaEvent_t> free_;
+};
+
+// Times of a GPU on the host's clock, by events that are looked at when they are asked for. The
+// first one of a while waits for the GPU, to bring the clocks together.
+class DeviceClock : public std::enable_shared_from_this<DeviceClock> {
+ public:
+  Instant at_end_of(cudaStream_t stream);
+
+ private:
+  struct Anchor {
+    cudaEvent_t event;
+    int64_t ns;
+  };
+  class Point;
+  EventPool pool_{cudaEventDefault};
+  std::mutex mutex_;
+  std::shared_ptr<const Anchor> anchor_;
 };
 
 class DeviceEvent final : public Event {
@@ -81,6 +100,8 @@ class DeviceStream final : public Stream {
   void close(double seconds) override;
   std::shared_ptr<Event> mark() override;
   void follow(const Event& mark) override;
+  Clock clock() override;
+  Instant computed() override;
 
   std::shared_ptr<DeviceEvent> record();  // the end of what is on get() now
 
@@ -92,7 +113,8 @@ class DeviceStream final : public Stream {
   const cudaStream_t stream_;
   const CurrentStream current_;
   const int pid_;
-  const std::shared_ptr<EventPool> pool_ = std::make_shared<EventPool>();
+  const std::shared_ptr<EventPool> pool_ = std::make_shared<EventPool>(cudaEventDisableTiming);
+  const std::shared_ptr<DeviceClock> clock_ = std::make_shared<DeviceClock>();
   std::mutex mutex_;
   bool closed_ = false;
   std::shared_ptr<Event> latest_;

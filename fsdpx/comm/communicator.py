@@ -142,7 +142,7 @@ class Communicator:
         if numel == 0:
             return torch.empty(0, dtype=dtype, device=self.device)
         nbytes = numel * dtype.itemsize
-        number = self.native.allocate(nbytes)
+        number = self.allocate_region(nbytes)
         view: Any = self.native.region_view(number, nbytes)
         region = (self.native.region_data(number), nbytes, number)
         if self.device.type == "cuda":
@@ -154,6 +154,16 @@ class Communicator:
             flat: torch.Tensor = view.tensor(self.device)
             return flat.view(dtype)
         return torch.frombuffer(view, dtype=dtype)
+
+    def allocate_region(self, nbytes: int) -> int:
+        """The number of a new region of `native`. Collective."""
+        try:
+            return self.native.allocate(nbytes)
+        except RuntimeError:  # on all ranks
+            if self.device.type == "cpu":
+                raise
+            torch.cuda.empty_cache()  # what torch keeps for itself may be enough
+            return self.native.allocate(nbytes)
 
     def _forget_region(self, region: tuple[int, int, int]) -> None:
         self._regions.remove(region)
@@ -323,13 +333,13 @@ class Communicator:
         """
         if self.closed:
             return
-        self.leave_word("left")
+        with contextlib.suppress(RuntimeError):  # the stream's owner may be closed already
+            self.leave_word("left")
+            if not self._owns_stream:
+                self.stream.enqueue(lambda: None).ended_within(seconds)
         self.closed = True
         if self._owns_stream:
             self.stream.close(seconds)
-        else:
-            with contextlib.suppress(RuntimeError):  # closed already
-                self.stream.enqueue(lambda: None).ended_within(seconds)
         self.native.close()  # a collective that still waits for others ends with an error now
         if self._owns_stream:
             self.stream.close(1.0)

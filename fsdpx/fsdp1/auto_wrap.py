@@ -132,7 +132,9 @@ def _leave_out_of_mixed_precision(
     mixed = arguments["mixed_precision"]
     classes: Sequence[type[nn.Module]] = tuple(mixed._module_classes_to_ignore) if mixed else ()
     for module in root.modules():
-        if isinstance(module, tuple(classes)) and module not in ignored.modules:
+        if module is root or module in ignored.modules:
+            continue
+        if isinstance(module, tuple(classes)):
             targets.setdefault(module, dict(arguments))
             targets[module] |= {"mixed_precision": None}
             compute_in_full_precision(module)

@@ -30,14 +30,14 @@ def summon(
     schedules = make_schedules(module)
     found = [unit for unit in schedules if recurse or unit is unit_of(module)]
     found = [unit for unit in found if not _is_summoned(unit)]
-    exact = {unit: schedules[unit] for unit in found if _gathers_as_is(unit)}
+    exact = {unit: schedules[unit] for unit in found if _gathers_as_is(unit, offload_to_cpu)}
     others = [unit for unit in found if unit not in exact]
     with contextlib.ExitStack() as stack:
         readable = stack.enter_context(hold(exact, writeback, rank0_only, with_grads))
         for unit in readable:
             _show(unit, [managed.leaf for managed in unit.parameters])
             stack.callback(_show_shards, unit)
-        stack.enter_context(_copies(others, writeback, rank0_only, with_grads))
+        stack.enter_context(_copies(others, writeback, rank0_only, with_grads, offload_to_cpu))
         yield
 
 
@@ -51,8 +51,10 @@ def _held_by(managed: Managed) -> Any:
     return dict.get(module.__dict__["_parameters"], name)
 
 
-def _gathers_as_is(unit: Unit) -> bool:
-    """Whether gathered parameters have the precision of the sharded ones."""
+def _gathers_as_is(unit: Unit, offload: bool) -> bool:
+    """Whether gathered parameters have the precision of the sharded ones, in the memory wanted."""
+    if offload and unit.device.type != "cpu":
+        return False
     return all(m.leaf.dtype == m.sharded.dtype for m in unit.parameters)
 
 
@@ -70,13 +72,13 @@ def _show_shards(unit: Unit) -> None:
 
 @contextlib.contextmanager
 def _copies(
-    units: list[Unit], writeback: bool, rank0_only: bool, with_grads: bool
+    units: list[Unit], writeback: bool, rank0_only: bool, with_grads: bool, offload: bool
 ) -> Iterator[None]:
-    """Shows copies in full precision of units that gather in a lower one.
+    """Shows copies of units that gather in a lower precision, or elsewhere.
 
     Forwards take over what was edited before, and gather as ever.
     """
-    whole = {unit: [_copy(managed, with_grads) for managed in unit.parameters] for unit in units}
+    whole = {unit: [_copy(m, with_grads, offload) for m in unit.parameters] for unit in units}
     if rank0_only:
         whole = {unit: copies for unit, copies in whole.items() if unit.group.is_first}
 
@@ -105,11 +107,15 @@ def _copies(
             _take_all(whole, with_grads)
 
 
-def _copy(managed: Managed, with_grads: bool) -> nn.Parameter:
+def _copy(managed: Managed, with_grads: bool, offload: bool) -> nn.Parameter:
+    def whole(sharded: Any) -> torch.Tensor:
+        full: torch.Tensor = sharded.full_tensor()
+        return full.cpu() if offload else full
+
     sharded = managed.sharded
-    copy = nn.Parameter(sharded.full_tensor(), requires_grad=sharded.requires_grad)
+    copy = nn.Parameter(whole(sharded), requires_grad=sharded.requires_grad)
     if with_grads and sharded.grad is not None:
-        copy.grad = sharded.grad.full_tensor()  # type: ignore[attr-defined]
+        copy.grad = whole(sharded.grad)
     return copy
 
 
@@ -117,7 +123,7 @@ def _check_unedited(called: Unit, whole: dict[Unit, list[nn.Parameter]], with_gr
     why = "with_grads=True"
     if not with_grads:
         pairs = [(m.sharded, copy) for u, c in whole.items() for m, copy in _pairs(u, c)]
-        same = all(torch.equal(s._spec.piece(copy), s.to_local()) for s, copy in pairs)
+        same = all(torch.equal(s._spec.piece(c).to(s.device), s.to_local()) for s, c in pairs)
         # Agreed on: this rank may hold nothing of what was edited.
         if not called.on_any_rank([not same], called.comm)[0]:
             return

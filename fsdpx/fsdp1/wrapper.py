@@ -104,6 +104,7 @@ class FullyShardedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         check_torch()
+        check_forward(module)
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         options = unit_options(strategy, mixed_precision, cpu_offload)
         ranks = resolve_ranks(strategy, process_group, device_mesh)
@@ -123,7 +124,6 @@ class FullyShardedDataParallel(nn.Module):
                 "device_mesh": device_mesh,
             }
             auto_wrap(module, auto_wrap_policy, ignored, arguments, type(self))
-        check_forward(module)
         own = managed_modules([module]) - ignored.modules
         materialise(module, ignored, device, param_init_fn)
         if sync_module_states:
