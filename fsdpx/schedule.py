@@ -187,6 +187,8 @@ class Schedule:
 
     def _end_forwards(self, ok: bool) -> None:
         """The outermost forward has ended: units gathered on a wrong guess are freed."""
+        if ok:
+            self.residency.finish()
         for around in self.around_forwards:
             around.after()
         self.residency.free_others(keep=self.residency.is_kept)
@@ -279,9 +281,13 @@ class Schedule:
             unit: Where backward is now.
             reading: Whether it reads `unit`, or has completed its gradients.
         """
-        if not self._accumulates or (unit is not None and unit not in self._participants):
+        if not self._accumulates:
             return
-        for other in reversed(list(self._participants)):
+        passed = list(reversed(self._participants))
+        if unit is not None and unit not in self._participants:  # frozen: only the order has it
+            ahead = self._backward.before(unit)
+            passed = [other for other in passed if other in ahead]
+        for other in passed:
             if other is unit:
                 return
             if other.pins or other.phase is not Phase.IDLE or other.native.num_expected():
@@ -374,6 +380,7 @@ class Schedule:
             for unit in reversed(self.units):  # used by earlier micro-batches only
                 if self.gradients[unit].is_due:
                     self._reduce(unit)
+        self.residency.finish()
         for unit in self.units:
             if self.gradients[unit].in_flight:
                 used, read = self.gradients[unit].deliver()
