@@ -33,6 +33,12 @@ class Order:
         """Whether the pass has yet to come to `unit`."""
         return self._find(unit, self._cursor) is not None
 
+    def before(self, unit: Unit) -> list[Unit]:
+        """The units that are expected before the next visit to `unit`; none if it is not
+        expected.
+        """
+        return self.known[self._cursor : self._find(unit, self._cursor) or self._cursor]
+
     def _find(self, unit: Unit, start: int) -> int | None:
         try:
             return self.known.index(unit, start)

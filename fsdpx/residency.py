@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from . import _C
 from .comm import Communicator
 from .memory import Memory, Place, arena_bytes
 from .unit import Storage, Unit
@@ -22,6 +23,7 @@ class Residency:
         self.memories: dict[Communicator, Memory] = {}
         self._own: dict[Unit, Place] = {}  # memory of units that stay gathered
         self._resident: dict[Unit, None] = {}  # least recently used first
+        self._latest: dict[Communicator, tuple[Unit, _C.Event]] = {}  # gathers, by their issue
         for unit in units:
             if unit.gathered_bytes and unit.comm not in self.memories:
                 self.memories[unit.comm] = Memory(unit.comm)
@@ -71,7 +73,18 @@ class Residency:
             self.free(unit)
         if unit.gathered_bytes:
             unit.start_gather(self._place(unit))
+            assert unit.gathered is not None
+            self._latest[unit.comm] = unit, unit.gathered.event
             self._touch(unit)
+
+    def finish(self) -> None:
+        """Waits for gathers that nothing here has read. Other ranks may: until a gather has ended,
+        this rank's shards must not change.
+        """
+        for unit, event in self._latest.values():
+            if not event.query():
+                unit.wait(event)
+        self._latest.clear()
 
     def _touch(self, unit: Unit) -> None:
         self._resident.pop(unit, None)
@@ -141,7 +154,8 @@ class Residency:
             among: The units to look at; None for all.
         """
         by_comm: dict[Communicator, list[Unit]] = {}
-        for unit in list(self._resident if among is None else among):
+        # In registration order: ranks need not have used the units that they keep alike.
+        for unit in self.levels if among is None else among:
             # Inside full_parameters() ranks may run different forwards.
             if unit in self._resident and not unit.held:
                 by_comm.setdefault(unit.comm, []).append(unit)

@@ -68,6 +68,7 @@ class Schedule:
         self._thread = 0  # that runs the outermost forward
         self._depth = 0  # nested forwards that are running
         self._tasks: set[int] = set()  # backwards that are running: nested ones have their own
+        self._ending = threading.RLock()  # a backward that raised may be ended by another thread
         # Ran with gradients enabled since the last backward, in the order in which forwards ended.
         self._participants: dict[Unit, None] = {}
         self._reduced_any = False
@@ -83,6 +84,8 @@ class Schedule:
 
     @property
     def is_idle(self) -> bool:
+        if not self._depth and current_backward() == NO_BACKWARD:
+            self._end_abandoned()
         return not self._depth and not self._tasks
 
     @property
@@ -98,6 +101,7 @@ class Schedule:
         if recompute:
             self._begin_backward()
         elif self._depth == 0:
+            self._end_abandoned()
             self._check_unbroken()
             for around in self.around_forwards:
                 around.before(unit)
@@ -183,6 +187,8 @@ class Schedule:
 
     def _end_forwards(self, ok: bool) -> None:
         """The outermost forward has ended: units gathered on a wrong guess are freed."""
+        if ok:
+            self.residency.finish()
         for around in self.around_forwards:
             around.after()
         self.residency.free_others(keep=self.residency.is_kept)
@@ -275,9 +281,13 @@ class Schedule:
             unit: Where backward is now.
             reading: Whether it reads `unit`, or has completed its gradients.
         """
-        if not self._accumulates or (unit is not None and unit not in self._participants):
+        if not self._accumulates:
             return
-        for other in reversed(list(self._participants)):
+        passed = list(reversed(self._participants))
+        if unit is not None and unit not in self._participants:  # frozen: only the order has it
+            ahead = self._backward.before(unit)
+            passed = [other for other in passed if other in ahead]
+        for other in passed:
             if other is unit:
                 return
             if other.pins or other.phase is not Phase.IDLE or other.native.num_expected():
@@ -321,11 +331,26 @@ class Schedule:
         self._tasks.add(task)
         _C.at_backward_end(functools.partial(self._end_backward, task))
 
+    def _end_abandoned(self) -> None:
+        """Ends backwards that raised, before anything new begins.
+
+        On a GPU autograd runs in a thread of its own, which may come to that later than the caller
+        to its next step.
+        """
+        for task in list(self._tasks):
+            self._end_backward(task, ok=False)
+        with self._ending:  # a thread that is at it comes to its end first
+            pass
+
     def _end_backward(self, task: int, ok: bool) -> None:
         """A backward has ended, well or by an exception; the outermost one settles everything."""
-        self._tasks.discard(task)
-        if self._tasks:
-            return
+        with self._ending:
+            if task in self._tasks:
+                self._tasks.discard(task)
+                if not self._tasks:
+                    self._end_all(ok)
+
+    def _end_all(self, ok: bool) -> None:
         settled = False
         try:
             if ok:
@@ -355,6 +380,7 @@ class Schedule:
             for unit in reversed(self.units):  # used by earlier micro-batches only
                 if self.gradients[unit].is_due:
                     self._reduce(unit)
+        self.residency.finish()
         for unit in self.units:
             if self.gradients[unit].in_flight:
                 used, read = self.gradients[unit].deliver()

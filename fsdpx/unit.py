@@ -304,7 +304,9 @@ class Unit:
         if self._plan_gather is None:
             self._plan_gather = self._make_gather_plan()
             self._followed = None
-        if self._followed != generation:  # what wrote to the shards may still be queued
+        # What wrote to the shards may still be queued. And the host runs ahead of a GPU: where it
+        # gathers nothing ahead, nor must the stream.
+        if self._followed != generation or not self.options.prefetch:
             comm.stream.follow(comm.stream.mark())
             self._followed = generation
         for mark in place.free_after:

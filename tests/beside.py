@@ -15,17 +15,22 @@ WIDTH = 12
 
 
 class Net(nn.Module):
-    """Layers of which each call may skip some; the head belongs to the root's unit."""
+    """Layers of which each call may skip some, or not use their outputs; the head belongs to the
+    root's unit.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
         self.head = nn.Linear(WIDTH, 5)
 
-    def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
+    def forward(
+        self, x: Tensor, skipped: Sequence[int] = (), in_vain: Sequence[int] = ()
+    ) -> Tensor:
         for number, layer in enumerate(self.layers):
             if number not in skipped:
-                x = torch.tanh(layer(x))
+                y = torch.tanh(layer(x))
+                x = x if number in in_vain else y
         return self.head(x)
 
 
@@ -73,11 +78,24 @@ class Beside:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr)
         self.reference_optimizer = torch.optim.SGD(self.reference.parameters(), lr=lr)
 
-    def backward(self, number: int, *args: Any) -> None:
-        """Forward and backward of micro-batch `number`."""
-        loss_of(self.model, batch(number, self.rank), *args).backward()
+    def backward(
+        self,
+        number: int,
+        skipped: Sequence[int] = (),
+        in_vain: Callable[[int], Sequence[int]] = lambda rank: (),
+    ) -> None:
+        """Forward and backward of micro-batch `number`.
+
+        Args:
+            skipped: Layers that no rank calls.
+            in_vain: Layers that a rank calls without using the output.
+        """
+        # With gradients of inputs, backward reads every layer whose output is used.
+        x = batch(number, self.rank).requires_grad_()
+        loss_of(self.model, x, skipped, in_vain(self.rank)).backward()
         for rank in range(self.world_size):
-            (loss_of(self.reference, batch(number, rank), *args) / self.world_size).backward()
+            loss = loss_of(self.reference, batch(number, rank), skipped, in_vain(rank))
+            (loss / self.world_size).backward()
 
     def step(self) -> None:
         self.optimizer.step()

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import pytest
 from cudasim.jobs import job, new_session
 
 START_LIMIT = 120.0  # seconds: importing torch on a busy machine
@@ -88,9 +89,14 @@ class _Pool:
         self.variables = new_session()
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            args = (rank, world_size, theirs, os.getpid(), self.variables)
-            process = context.Process(target=_work, args=args, daemon=True)
-            process.start()
+            process = context.Process(
+                target=_work, args=(rank, world_size, theirs, os.getpid()), daemon=True
+            )
+            # Set here: the simulation begins when torch is imported, which may be before `_work`.
+            with pytest.MonkeyPatch.context() as patch:
+                for name, value in {**self.variables, "CUDASIM_SLOT": str(rank)}.items():
+                    patch.setenv(name, value)
+                process.start()
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
@@ -166,11 +172,8 @@ _pools: dict[int, _Pool] = {}
 atexit.register(stop_all)
 
 
-def _work(
-    rank: int, world_size: int, pipe: Connection, parent: int, variables: dict[str, str]
-) -> None:
+def _work(rank: int, world_size: int, pipe: Connection, parent: int) -> None:
     """The life of one worker."""
-    os.environ.update(variables, CUDASIM_SLOT=str(rank))
     os.environ.update(OMP_NUM_THREADS="1", RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
     threading.Thread(target=_die_with, args=(parent,), daemon=True).start()

@@ -92,6 +92,26 @@ def test_units_that_the_last_micro_batch_does_not_use(
         assert max(errors) <= LIMIT
 
 
+def use_in_vain(rank: int, world_size: int, stages: tuple[int, ...]) -> list[float]:
+    """Each rank has a layer whose output it does not use: another one in each micro-batch."""
+    errors = []
+    both = Beside(rank, world_size, stages)
+    for step in range(2):
+        for index in range(3):
+            both.backward(3 * step + index, (), lambda rank, index=index: [(rank + index) % 3])
+            errors += [both.grad_error(), both.eval_error(90)]
+        both.step()
+        both.zero_grad()
+    return [*errors, both.weight_error()]
+
+
+@for_all_stages
+@for_some_ranks
+def test_layers_that_other_ranks_use(world_size: int, stages: tuple[int, ...]) -> None:
+    for errors in run_ranks(world_size, use_in_vain, stages):
+        assert max(errors) <= LIMIT
+
+
 def freeze_between(rank: int, world_size: int, stages: tuple[int, ...]) -> list[float]:
     """A layer trains in the first micro-batch only, another one in the second only."""
     errors = []

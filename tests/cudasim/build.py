@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,8 +14,9 @@ HERE = Path(__file__).resolve().parent
 RUNTIME = HERE / "runtime"
 OUT = HERE.parent.parent / "build" / "cudasim"
 # Library -> prefixes of its sources. The names are those of the libraries that they stand for.
+RUNTIME_LIBRARY = "libcudart.so.13"
 LIBRARIES = {
-    "libcudart.so.13": ("memory", "streams", "control", "cudart", "ptx"),
+    RUNTIME_LIBRARY: ("memory", "streams", "control", "cudart", "ptx"),
     "libnccl.so.2": ("nccl",),
     "libcuda.so.1": ("libcuda",),
 }
@@ -64,22 +66,23 @@ def nccl_include() -> Path:
     return cuda_include()
 
 
-def build() -> Path:
+def build(libraries: Iterable[str] = LIBRARIES) -> Path:
     """The directory of the libraries, and of the objects that they are made of."""
     OUT.mkdir(parents=True, exist_ok=True)
     headers = max(h.stat().st_mtime for h in RUNTIME.glob("*.h"))
     includes = [f"-I{cuda_include()}", f"-I{nccl_include()}"]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(lambda s: _compile(s, headers, includes), RUNTIME.glob("*.cpp")))
-    for library, prefixes in LIBRARIES.items():
-        _link(OUT / library, sorted(o for o in objects if o.name.startswith(prefixes)))
+    for library in libraries:
+        sources = [s for s in RUNTIME.glob("*.cpp") if s.name.startswith(LIBRARIES[library])]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(lambda s: _compile(s, headers, includes), sources))
+        _link(OUT / library, sorted(objects))
     return OUT
 
 
 def runtime_objects() -> list[Path]:
     """What makes up the simulated libcudart, to be linked into a library with kernels."""
-    prefixes = LIBRARIES["libcudart.so.13"]
-    return sorted(o for o in build().glob("*.o") if o.name.startswith(prefixes))
+    out, prefixes = build([RUNTIME_LIBRARY]), LIBRARIES[RUNTIME_LIBRARY]
+    return sorted(o for o in out.glob("*.o") if o.name.startswith(prefixes))
 
 
 def _compile(source: Path, headers: float, includes: list[str]) -> Path:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .build import build
+from .build import RUNTIME_LIBRARY, build
 
 NOT_ALLOCATED, ALLOCATED, WRITTEN = range(3)
 COPY_KIND = 4  # cudaMemcpyDefault
@@ -35,7 +35,7 @@ class Device:
     """The memory of the simulated device, with red zones around each allocation."""
 
     def __init__(self, library: ctypes.CDLL | None = None) -> None:
-        self.library = library or ctypes.CDLL(str(build() / "libcudart.so.13"))
+        self.library = library or ctypes.CDLL(str(build([RUNTIME_LIBRARY]) / RUNTIME_LIBRARY))
         for name in ("cudasim_fault", "cudasim_traffic", "cudasim_trace"):
             getattr(self.library, name).restype = ctypes.c_char_p
         self.library.cudaMemcpy.argtypes = (*_POINTERS, ctypes.c_int)

@@ -83,6 +83,7 @@ struct Record {  // one cudaEventRecord
   std::string after = "nothing";  // the operation before it on its stream
   bool done = false;
   double time = 0;
+  int clock = 0;  // which one: each reset starts a new clock
 };
 using RecordPtr = std::shared_ptr<Record>;
 struct Op {

@@ -19,6 +19,7 @@ struct Span {
   double start, end, bytes;
 };
 std::vector<Span>& spans = *new std::vector<Span>;
+int current_clock = 0;
 
 // Waits of streams for events since the last reset, and which of them are left out.
 struct Wait {
@@ -41,7 +42,7 @@ bool ready(Stream* s) {
   Op& op = s->queue.front();
   if (op.wait) {
     if (!op.wait->done) return false;
-    op.not_before = op.wait->time;
+    op.not_before = op.wait->clock == current_clock ? op.wait->time : 0;
   }
   return !op.ready || op.ready(op);
 }
@@ -50,6 +51,7 @@ void finish(const RecordPtr& record, double time) {
   if (!record) return;
   record->done = true;
   record->time = time;
+  record->clock = current_clock;
 }
 
 void step(Stream* s) {
@@ -263,6 +265,7 @@ void sync_all() {
 }
 void reset_streams() {
   host_us = 0;
+  ++current_clock;
   spans.clear();
   forget_waits();
   dropped_period = 0;
