@@ -54,8 +54,7 @@ def test_without_nccl_there_is_another_way_and_an_error(library: tuple[str, str]
             assert "comm kind 'nccl' is impossible: rank 0" in text
             assert problem in text
         for text in run_ranks(2, connect, path, "auto", timeout=LIMIT):
-            assert text.startswith("c10d: rank 0")
-            assert problem in text
+            assert text.startswith("nvlink:")  # which needs no NCCL
     finally:
         stop_pool(2)
 
