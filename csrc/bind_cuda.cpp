@@ -14,6 +14,7 @@
 #include "cuda/device_communicator.h"
 #include "cuda/device_exchange.h"
 #include "cuda/nccl_communicator.h"
+#include "cuda/nvlink_communicator.h"
 #endif
 
 namespace py = pybind11;
@@ -86,6 +87,15 @@ shared_ptr<Communicator> nccl_communicator(const shared_ptr<Stream>& stream,
       surroundings(stream, control, control_stream, timeout), id);
 }
 
+shared_ptr<Communicator> nvlink_communicator(const shared_ptr<Stream>& stream,
+                                             const shared_ptr<Communicator>& control,
+                                             const shared_ptr<Stream>& control_stream,
+                                             double timeout, bool copies) {
+  const py::gil_scoped_release nogil;  // it waits for the other ranks
+  return std::make_shared<cuda::NvlinkCommunicator>(
+      surroundings(stream, control, control_stream, timeout), copies);
+}
+
 int nccl_version() { return cuda::nccl::library().version; }
 
 py::bytes nccl_unique_id() {
@@ -112,6 +122,7 @@ shared_ptr<Communicator> exchange_on_device(Streams, Control, Streams, double, p
 shared_ptr<Communicator> nccl_communicator(Streams, Control, Streams, double, const std::string&) {
   refuse();
 }
+shared_ptr<Communicator> nvlink_communicator(Streams, Control, Streams, double, bool) { refuse(); }
 int nccl_version() { refuse(); }
 py::bytes nccl_unique_id() { refuse(); }
 #endif
@@ -129,6 +140,9 @@ void bind_cuda(py::module_& m) {
         "(address, dtype, numel).");
   m.def("nccl_communicator", &nccl_communicator, py::arg("stream"), py::arg("control"),
         py::arg("control_stream"), py::arg("timeout"), py::arg("unique_id"), "Collective.");
+  m.def("nvlink_communicator", &nvlink_communicator, py::arg("stream"), py::arg("control"),
+        py::arg("control_stream"), py::arg("timeout"), py::arg("copies"),
+        "Collective; an error on every rank where some cannot map another's memory.");
   m.def("nccl_version", &nccl_version, "As NCCL writes it; an error where it is missing or old.");
   m.def("nccl_unique_id", &nccl_unique_id);
 }

@@ -31,11 +31,18 @@ struct Piece {
   int64_t numel;
 };
 
+struct GatherPiece {
+  const void* src;
+  int64_t numel;
+  int64_t offset;
+};
+
 template <typename... Args>
 void absent(const Args&...) {
   check(false, "this build has no CUDA passes; build it with FSDPX_CUDA=1");
 }
 constexpr auto convert = [](const auto&... args) { absent(args...); };
+constexpr auto gather = [](const auto&... args) { absent(args...); };
 constexpr auto reduce = [](const auto&... args) { absent(args...); };
 constexpr auto norm_and_check = [](const auto&... args) { absent(args...); };
 constexpr auto adamw = [](const auto&... args) { absent(args...); };
@@ -53,6 +60,15 @@ void py_convert(const std::vector<PieceTuple>& tuples, int from, int to, double 
     pieces.push_back({pointer(src), pointer(dst), numel});
   }
   cuda::convert(pieces, to_dtype(from), to_dtype(to), scale, accumulate, pointer(stream));
+}
+
+void py_gather(const std::vector<std::tuple<uintptr_t, int64_t, int64_t>>& tuples,
+               const std::vector<uintptr_t>& addresses, int from, int to, uintptr_t stream) {
+  std::vector<cuda::GatherPiece> pieces;
+  for (const auto& [src, numel, offset] : tuples) pieces.push_back({pointer(src), numel, offset});
+  std::vector<void*> peers;
+  for (uintptr_t address : addresses) peers.push_back(pointer(address));
+  cuda::gather(pieces, peers, to_dtype(from), to_dtype(to), pointer(stream));
 }
 
 void py_reduce(const std::vector<uintptr_t>& srcs, int from, uintptr_t dst, int to, int64_t numel,
@@ -85,6 +101,9 @@ void bind_device(py::module_& m) {
   m.def("device_convert", &py_convert, py::arg("pieces"), py::arg("from_dtype"),
         py::arg("to_dtype"), py::arg("scale"), py::arg("accumulate"), py::arg("stream"),
         "pieces: (address or 0 for zeros, destination, numel) of each.");
+  m.def("device_gather", &py_gather, py::arg("pieces"), py::arg("peers"), py::arg("from_dtype"),
+        py::arg("to_dtype"), py::arg("stream"),
+        "pieces: (address, numel, bytes after each peer's address) of each.");
   m.def("device_reduce", &py_reduce, py::arg("srcs"), py::arg("from_dtype"), py::arg("dst"),
         py::arg("to_dtype"), py::arg("numel"), py::arg("scale"), py::arg("accumulate"),
         py::arg("stream"));

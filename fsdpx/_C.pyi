@@ -72,6 +72,13 @@ def device_convert(
     accumulate: bool,
     stream: int,
 ) -> None: ...
+def device_gather(
+    pieces: Sequence[tuple[int, int, int]],  # address, numel, bytes after each peer's address
+    peers: Sequence[int],
+    from_dtype: int,
+    to_dtype: int,
+    stream: int,
+) -> None: ...
 def device_reduce(
     srcs: Sequence[int],
     from_dtype: int,
@@ -268,6 +275,13 @@ def nccl_communicator(
     control_stream: Stream,
     timeout: float,
     unique_id: bytes,
+) -> Communicator: ...
+def nvlink_communicator(
+    stream: Stream,
+    control: Communicator,
+    control_stream: Stream,
+    timeout: float,
+    copies: bool,
 ) -> Communicator: ...
 def nccl_version() -> int: ...
 def nccl_unique_id() -> bytes: ...

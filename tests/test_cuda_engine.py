@@ -238,7 +238,7 @@ def test_one_rank_without_nccl() -> None:
 # ---- The communicator on its own
 
 
-@pytest.mark.parametrize("kind", ["nccl", "c10d"])
+@pytest.mark.parametrize("kind", ["nvlink", "nccl", "c10d"])
 def test_collectives(kind: str) -> None:
     run_ranks(2, collectives, kind, timeout=LIMIT)
 

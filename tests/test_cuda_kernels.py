@@ -266,6 +266,18 @@ def test_gather_to_many_peers_takes_several_launches(cuda: SimulatedPasses) -> N
     assert len(cuda.launches) == 2
 
 
+def test_local_bytes_of_an_unshard(cuda: SimulatedPasses) -> None:
+    """At most 2.75 per parameter for bfloat16 from float32 at 8 ranks.
+
+    What all ranks store into the memory of one is as much as one stores into that of all.
+    """
+    shard = random_bits(TILE, torch.float32, seed=0)
+    slots = [cuda.memory.allocate(2 * TILE) for _ in range(8)]
+    codes = FLOAT32, dtype_code(torch.bfloat16)
+    cuda.gather([(upload(cuda, shard), TILE, 0)], slots, *codes)
+    assert sum(cuda.memory.moved.values()) / (8 * TILE) == 2.5
+
+
 @pytest.mark.parametrize("to_dtype", [torch.float32, torch.bfloat16])
 def test_long_casts(cuda: SimulatedPasses, to_dtype: torch.dtype) -> None:
     src = random_bits(100_003, torch.float32, seed=5)

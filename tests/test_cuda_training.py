@@ -16,7 +16,8 @@ from ranks import RankError, run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
-COMMS = ("nccl", "c10d")
+COMMS = ("nvlink", "nccl", "c10d")
+EXACT = ("auto", "nvlink")  # adds in rank order, as on CPU
 ORDERS = [("eager", 1), ("late", 1), *(("random", seed) for seed in range(3))]
 # Random orders of each case of `test_every_order`; together at least 200.
 NUM_SEEDS = 20
@@ -51,7 +52,7 @@ def check(world_size: int, training: Training, orders: list[tuple[str, int]], ex
 @pytest.mark.parametrize(("world_size", "comm"), [(1, "auto"), *itertools.product((2, 4), COMMS)])
 def test_every_order(world_size: int, comm: str, low: bool) -> None:
     orders = [("eager", 1), ("late", 1), *(("random", seed) for seed in range(NUM_SEEDS))]
-    check(world_size, Training(comm=comm, low=low), orders, exact=world_size == 1)
+    check(world_size, Training(comm=comm, low=low), orders, exact=comm in EXACT)
 
 
 WAYS = {
@@ -66,8 +67,8 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_to_train(way: str) -> None:
-    check(2, WAYS[way], ORDERS, exact=False)
+    check(2, WAYS[way], ORDERS, exact=True)
 
 
 def test_hsdp() -> None:
-    check(4, Training(replicas=2), ORDERS, exact=False)
+    check(4, Training(replicas=2), ORDERS, exact=True)

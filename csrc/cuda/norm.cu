@@ -65,7 +65,7 @@ __device__ __forceinline__ void read(const T* src, int64_t numel, int64_t begin,
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     norm_kernel(const T* src, int64_t numel, Accumulator<T, float>* partial) {
   using Acc = Accumulator<T, float>;
   __shared__ Acc of_warps[2][kNumWarps];

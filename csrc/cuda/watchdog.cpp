@@ -50,7 +50,7 @@ std::string Watchdog::State::look() {
                             "slow");
     }
     std::lock_guard lock(mutex);
-    items.pop_front();
+    if (!items.empty()) items.pop_front();  // stop() may have come meanwhile
   }
   return problem();
 }

@@ -24,7 +24,7 @@ from .communicator import Communicator, InFlight, Work
 
 __all__ = ["Communicator", "InFlight", "Work", "create"]
 
-KINDS = ("auto", "shm", "c10d", "nccl")
+KINDS = ("auto", "shm", "c10d", "nvlink", "nvlink-copy", "nccl")
 EXIT_SECONDS = 2.0  # for what is queued when the interpreter exits
 
 # By identity of the process group, which the entry keeps alive. Ranks may be threads of one
@@ -50,8 +50,9 @@ def create(
         group: The ranks that take part. None: the default group, or only this process where
             torch.distributed is not initialised.
         kind: "c10d" (any process group), on CPU "shm" (ranks of one host, through shared memory),
-            on a GPU "nccl", or "auto": on CPU shm, on a GPU nccl if every rank can, else c10d;
-            `Communicator.reason` says why.
+            on a GPU "nvlink" (ranks that can map each other's memory), "nvlink-copy" (the same,
+            with all-gathers by the copy engines) and "nccl", or "auto": on CPU shm, on a GPU
+            nvlink or nccl if every rank can, else c10d; `Communicator.reason` says why.
         device: Of the tensors: "cpu" or a CUDA device ("cuda": the current one).
         timeout: Limit of each wait for other ranks, in seconds; the group's own if None. Ignored if
             the communicator exists already.

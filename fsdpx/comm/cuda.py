@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 import torch.distributed as dist
 
@@ -9,6 +11,8 @@ from .. import _C
 from . import c10d
 from .choose import Kind, tell
 from .communicator import Communicator
+
+Surroundings: TypeAlias = tuple[_C.Stream, _C.Communicator, _C.Stream, float]
 
 
 def connect(
@@ -23,7 +27,7 @@ def connect(
 
     Args:
         group: The ranks.
-        kind: "auto", "nccl" or "c10d".
+        kind: "auto", "nvlink", "nvlink-copy", "nccl" or "c10d".
         device: This rank's GPU.
         timeout: In seconds, of each collective.
         control: Of the same ranks' CPUs; the new communicator's own.
@@ -33,7 +37,6 @@ def connect(
         RuntimeError: This build has no CUDA.
         ValueError: Some rank cannot use `kind` (on every rank).
     """
-    chosen = choose(group, kind)
     if beside is not None:
         stream, torch_stream = beside.stream, beside.torch_stream
         assert torch_stream is not None
@@ -41,16 +44,10 @@ def connect(
         torch_stream = c10d.high_priority_stream(device)
         stream = _C.device_stream(device, torch_stream.cuda_stream)
     surroundings = (stream, control.native, control.stream, timeout)
-    if chosen.name == "local":
-        native = _C.local_communicator(*surroundings)
-    elif chosen.name == "nccl":
-        unique_id = tell(group, _C.nccl_unique_id() if group.rank() == 0 else b"")[0]
-        native = _C.nccl_communicator(*surroundings, unique_id)
-    else:
-        native = c10d.connect_on_device(group, surroundings, torch_stream, timeout)
+    native, reason = _connect(group, kind, surroundings, torch_stream, control)
     made = Communicator(
         native,
-        chosen.reason,
+        reason,
         timeout,
         stream=stream,
         beside=beside,
@@ -59,6 +56,43 @@ def connect(
     )
     made.torch_stream = torch_stream
     return made
+
+
+def _connect(
+    group: dist.ProcessGroup,
+    kind: str,
+    surroundings: Surroundings,
+    torch_stream: torch.cuda.Stream,
+    control: Communicator,
+) -> tuple[_C.Communicator, str]:
+    """The native communicator, and why it is of its kind."""
+    apart = ""
+    if kind.startswith("nvlink") or (kind == "auto" and group.size() > 1):
+        try:
+            native = _connect_nvlink(surroundings, control, copies=kind == "nvlink-copy")
+            return native, "all ranks map each other's GPU memory"
+        except RuntimeError as error:  # on every rank
+            apart = str(error).removeprefix("fsdpx: ")
+            if kind != "auto":
+                raise ValueError(f"fsdpx: comm kind '{kind}' is impossible: {apart}") from None
+    chosen = choose(group, kind)
+    reason = f"{chosen.reason}; not nvlink: {apart}" if apart else chosen.reason
+    if chosen.name == "local":
+        return _C.local_communicator(*surroundings), reason
+    if chosen.name == "nccl":
+        unique_id = tell(group, _C.nccl_unique_id() if group.rank() == 0 else b"")[0]
+        return _C.nccl_communicator(*surroundings, unique_id), reason
+    timeout = surroundings[-1]
+    return c10d.connect_on_device(group, surroundings, torch_stream, timeout), reason
+
+
+def _connect_nvlink(
+    surroundings: Surroundings, control: Communicator, *, copies: bool
+) -> _C.Communicator:
+    """Raises RuntimeError on every rank when some rank cannot map another's memory."""
+    if control.kind != "shm":
+        raise RuntimeError(control.reason)  # which says who is on another host
+    return _C.nvlink_communicator(*surroundings, copies)
 
 
 def choose(group: dist.ProcessGroup, kind: str) -> Kind:

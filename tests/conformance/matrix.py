@@ -261,9 +261,8 @@ def document(outcomes: dict[Cell, str]) -> str:
         f"{STOCK} is `torch.distributed.fsdp.fully_shard` of torch {torch.__version__}, measured "
         "the same way.",
         "",
-        f"ZeRO-3 and {STOCK} on 2 ranks in fp32: every kind in every way. Else every kind in the "
-        "ways "
-        f"{', '.join(MAIN_PATTERNS)}, and every way with the kinds {', '.join(MAIN_KINDS)}.",
+        f"ZeRO-3 and {STOCK} on 2 ranks in fp32: every kind in every way. Else: every kind with "
+        f"{', '.join(MAIN_PATTERNS)}; every way with {', '.join(MAIN_KINDS)}.",
         "",
         "| | equal cells |",
         "|---|---|",

@@ -1,0 +1,213 @@
+#include "nvlink_communicator.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <cstring>
+#include <utility>
+
+#include "../check.h"
+#include "kernels.h"
+
+namespace fsdpx::cuda {
+namespace {
+
+constexpr int64_t kGranule = int64_t{2} << 20;  // no two regions in one piece of driver memory
+constexpr int64_t kScratch = int64_t{4} << 20;  // bytes that an all-reduce sends at a time
+constexpr double kMaxSeconds = 1e9;
+
+// What a rank tells the others about its part of a region.
+struct Card {
+  cudaIpcMemHandle_t handle;
+  char problem[192];  // why there is none; empty if there is
+};
+
+// The other ranks' parts, for as long as they are mapped, and the own one.
+class Mappings {
+ public:
+  explicit Mappings(std::shared_ptr<void> own) : own_(std::move(own)) {}
+  ~Mappings() {
+    for (void* mapped : mapped_) cudaIpcCloseMemHandle(mapped);
+  }
+  Mappings(const Mappings&) = delete;
+  Mappings& operator=(const Mappings&) = delete;
+
+  char* map(const cudaIpcMemHandle_t& handle) {
+    void* data = nullptr;
+    check_cuda(cudaIpcOpenMemHandle(&data, handle, cudaIpcMemLazyEnablePeerAccess),
+               "cudaIpcOpenMemHandle");
+    mapped_.push_back(data);
+    return static_cast<char*>(data);
+  }
+
+ private:
+  const std::shared_ptr<void> own_;
+  std::vector<void*> mapped_;
+};
+
+// Runs `body`; what it throws becomes the card's problem.
+template <typename Body>
+void try_for(Card& card, const Body& body) {
+  try {
+    body();
+  } catch (const std::exception& error) {
+    cudaGetLastError();  // it is reported here
+    std::snprintf(card.problem, sizeof(card.problem), "%s", error.what());
+  }
+}
+
+std::vector<Card> cards_of(const std::vector<char>& messages) {
+  std::vector<Card> cards(messages.size() / sizeof(Card));
+  std::memcpy(cards.data(), messages.data(), messages.size());
+  for (size_t rank = 0; rank < cards.size(); ++rank) {
+    check<std::runtime_error>(cards[rank].problem[0] == '\0', "rank ", rank,
+                              " cannot share GPU memory: ", cards[rank].problem);
+  }
+  return cards;
+}
+
+}  // namespace
+
+NvlinkCommunicator::NvlinkCommunicator(Surroundings surroundings, bool copies)
+    : DeviceCommunicator(copies ? "nvlink-copy" : "nvlink", surroundings), copies_(copies) {
+  check<std::runtime_error>(size() <= kMaxRanks, "comm kind 'nvlink' is for at most ", kMaxRanks,
+                            " ranks, not ", size());
+  const DeviceGuard guard(device());
+  void* words = nullptr;
+  check_cuda(cudaHostAlloc(&words, sizeof(Words), cudaHostAllocDefault), "cudaHostAlloc");
+  std::memset(words, 0, sizeof(Words));
+  words_ = {static_cast<Words*>(words), [](Words* p) { cudaFreeHost(p); }};
+  flags_ = make_region(kMaxRanks * static_cast<int64_t>(sizeof(uint64_t)));
+  check_cuda(cudaMemset(flags_.data, 0, static_cast<size_t>(flags_.nbytes)), "cudaMemset");
+  check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // before anyone stores there
+  share_region(flags_);
+  scratch_ = make_region(2 * kScratch);
+  share_region(scratch_);
+  for (int peer = 0; peer < size(); ++peer) {
+    barrier_.peers[peer] = reinterpret_cast<uint64_t*>(flags_.peers[static_cast<size_t>(peer)]);
+  }
+  barrier_.num_ranks = size();
+  barrier_.rank = rank();
+  barrier_.nanoseconds =
+      static_cast<uint64_t>(std::clamp(surroundings.timeout, 0.0, kMaxSeconds) * 1e9);
+  barrier_.error = &words_->error;
+  barrier_.abort = &words_->abort;
+}
+
+// ---- Memory
+
+Region NvlinkCommunicator::make_region(int64_t nbytes) {
+  Region region = DeviceCommunicator::make_region((nbytes + kGranule - 1) / kGranule * kGranule);
+  region.nbytes = nbytes;  // what was asked for
+  return region;
+}
+
+void NvlinkCommunicator::share_region(Region& region) {
+  const DeviceGuard guard(device());
+  Card mine{};
+  try_for(mine, [&] {
+    check_cuda(cudaIpcGetMemHandle(&mine.handle, region.data), "cudaIpcGetMemHandle");
+  });
+  const std::vector<Card> cards = cards_of(exchange(&mine, sizeof(mine)));
+  const auto mappings = std::make_shared<Mappings>(region.owner);
+  std::vector<char*> peers(cards.size(), region.data);
+  try_for(mine, [&] {
+    for (size_t peer = 0; peer < cards.size(); ++peer) {
+      if (static_cast<int>(peer) != rank()) peers[peer] = mappings->map(cards[peer].handle);
+    }
+  });
+  cards_of(exchange(&mine, sizeof(mine)));  // all ranks could, or all throw
+  region.owner = mappings;
+  region.peers = std::move(peers);
+}
+
+// ---- Collectives
+
+void NvlinkCommunicator::meet() { signal_and_wait(barrier_, ++epoch_, stream()); }
+
+void NvlinkCommunicator::gather(const GatherOp& op, const Region& region) {
+  if (copies_) cast_own(op, region);
+  meet();  // every rank's slot is free
+  if (copies_) {
+    copy_to_all(op, region);
+  } else {
+    store_to_all(op, region);
+  }
+  meet();  // everything has arrived
+}
+
+void NvlinkCommunicator::store_to_all(const GatherOp& op, const Region& region) {
+  std::array<void*, kMaxRanks> slots;
+  for (int i = 0; i < size(); ++i) {  // each rank begins with another one
+    const auto peer = static_cast<size_t>((rank() + i) % size());
+    slots[static_cast<size_t>(i)] = region.peers[peer] + op.place.offset;
+  }
+  for (const GatherSegment& s : op.segments) {
+    const int64_t own = s.dst_offset + rank() * s.numel * itemsize(s.dst_dtype);
+    const GatherPiece piece{s.shard, s.numel, own};
+    cuda::gather({&piece, 1}, {slots.data(), static_cast<size_t>(size())}, s.shard_dtype,
+                 s.dst_dtype, stream());
+  }
+}
+
+void NvlinkCommunicator::copy_to_all(const GatherOp& op, const Region& region) {
+  for (int i = 1; i < size(); ++i) {
+    const auto peer = static_cast<size_t>((rank() + i) % size());
+    for (const GatherSegment& s : op.segments) {
+      const int64_t nbytes = s.numel * itemsize(s.dst_dtype);
+      const int64_t own = op.place.offset + s.dst_offset + rank() * nbytes;
+      check_cuda(cudaMemcpyAsync(region.peers[peer] + own, region.data + own,
+                                 static_cast<size_t>(nbytes), cudaMemcpyDeviceToDevice, stream()),
+                 "cudaMemcpyAsync");
+    }
+  }
+}
+
+void NvlinkCommunicator::sum_into_shards(const ReduceOp& op, const SendLayout& layout,
+                                         const Region& send) {
+  meet();  // every rank's send buffer is full
+  std::array<const void*, kMaxRanks> srcs;
+  for (size_t i = 0; i < op.segments.size(); ++i) {
+    const ReduceSegment& s = op.segments[i];
+    const int64_t own = layout.offsets[i] + rank() * s.numel * itemsize(s.wire_dtype);
+    for (size_t peer = 0; peer < send.peers.size(); ++peer) srcs[peer] = send.peers[peer] + own;
+    reduce({srcs.data(), send.peers.size()}, s.wire_dtype, s.shard, s.shard_dtype, s.numel, s.scale,
+           s.accumulate, stream());
+  }
+  meet();  // every rank has read
+}
+
+void NvlinkCommunicator::all_reduce_in_place(void* data, DType dtype, int64_t numel) {
+  std::array<const void*, kMaxRanks> srcs;
+  const int64_t count = kScratch / itemsize(dtype);
+  int64_t half = 0;
+  for (int64_t begin = 0; begin < numel; begin += count, half = kScratch - half) {
+    const int64_t part = std::min(count, numel - begin);
+    char* const values = static_cast<char*>(data) + begin * itemsize(dtype);
+    check_cuda(
+        cudaMemcpyAsync(scratch_.data + half, values, static_cast<size_t>(part * itemsize(dtype)),
+                        cudaMemcpyDeviceToDevice, stream()),
+        "cudaMemcpyAsync");
+    meet();  // all have copied; and have read what lies in the other half
+    for (size_t peer = 0; peer < scratch_.peers.size(); ++peer) {
+      srcs[peer] = scratch_.peers[peer] + half;
+    }
+    reduce({srcs.data(), scratch_.peers.size()}, dtype, values, dtype, part, 1.0, false, stream());
+  }
+  meet();  // all have read the last part
+}
+
+// ---- Failure
+
+void NvlinkCommunicator::abort() {
+  __atomic_store_n(&words_->abort, uint64_t{1}, __ATOMIC_RELEASE);
+}
+
+std::string NvlinkCommunicator::problem() {
+  if (__atomic_load_n(&words_->error.failed, __ATOMIC_ACQUIRE) == 0) return {};
+  const BarrierError& error = words_->error;
+  return detail::concat("rank ", rank(), " waited on its GPU for rank ", error.rank,
+                        ", which was at epoch ", error.counter, " instead of ", error.target);
+}
+
+}  // namespace fsdpx::cuda
