@@ -55,7 +55,7 @@ struct Worker {
     std::fill(place(step), place(step) + numel * comm.size(),
               std::numeric_limits<float>::quiet_NaN());
     random_delay(random);
-    comm.all_gather({{unit, uint64_t(step)},
+    comm.all_gather({{unit, {uint32_t(step)}},
                      {region, offset_of(step)},
                      {{shard.data(), DType::kFloat32, numel, 0, DType::kFloat32}}});
     random_delay(random);
@@ -69,7 +69,9 @@ struct Worker {
   void reduce(int step, const std::string& unit) {
     for (size_t i = 0; i < full_grad.size(); ++i) full_grad[i] = value_of(comm.rank(), step, i);
     const int64_t half = numel * comm.size() / 2, all = numel * comm.size();
-    ReduceOp op = {{unit, uint64_t(step)}, {}, std::vector<uint8_t>(3)};
+    ReduceOp op;
+    op.tag = {unit, {uint32_t(step)}};
+    op.used.resize(3);
     op.used[comm.rank() % 2] = 1;
     op.segments.push_back(
         {{{full_grad.data(), half, 0}, {full_grad.data() + half, all - half, half}},
@@ -250,7 +252,7 @@ TEST(a_rank_that_never_comes_is_a_timeout_everywhere) {
     CHECK(seconds < 1.2);
     CHECK(has(error, "layers.5"));
     CHECK(has(error, "collective 3"));
-    CHECK(has(error, "2 has finished 2 (barrier of 'together')"));
+    CHECK(has(error, "2 has finished 2 (barrier of unit 'together')"));
   });
 }
 
