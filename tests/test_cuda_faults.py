@@ -132,11 +132,22 @@ def bytes_of_regions(rank: int, world_size: int, training: Training) -> tuple[in
     return own() - before, memory.arenas + memory.kept + memory.send_buffers
 
 
-@pytest.mark.parametrize("training", [Training(), Training(low=True), Training(zero_stage=2)])
-def test_the_engine_takes_the_memory_that_it_describes(training: Training) -> None:
+@pytest.mark.parametrize("options", [{}, {"low": True}, {"zero_stage": 2}])
+def test_the_engine_takes_the_memory_that_it_describes(options: dict[str, Any]) -> None:
     stop_pool(2)
+    training = Training(comm="nccl", **options)
     for taken, described in run_ranks(2, bytes_of_regions, training, timeout=LIMIT):
         assert described <= taken <= described + 64 * 1024
+
+
+def test_memory_that_peers_map_comes_in_whole_pieces_of_the_driver() -> None:
+    stop_pool(2)
+    piece = 2 << 20
+    own = 5 * piece  # flags, and what an all-reduce sends at a time
+    regions = 4  # the arena, the root that stays gathered, two send buffers
+    training = Training(comm="nvlink")
+    for taken, _ in run_ranks(2, bytes_of_regions, training, timeout=LIMIT):
+        assert taken // piece * piece == own + regions * piece
 
 
 def run_out(rank: int, world_size: int) -> str:
