@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import time
 import struct
 import subprocess
 from collections.abc import Callable
@@ -21,7 +22,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from cudasim.build import find_nvcc
 from cudasim.device import Device, Kernels
-from ranks import run_ranks
+from ranks import run_ranks, stop_pool
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -219,7 +220,10 @@ def stay_away(rank: int, world_size: int) -> str:
     group = dist.new_group()
     assert error_of_all_reduce(8, group) == "no error"
     cudasim.configure(timeout_s=1)
-    return error_of_all_reduce(8, group) if rank == 0 else ""
+    if rank == 0:
+        return error_of_all_reduce(8, group)
+    time.sleep(2)  # does not come, but has not left either
+    return ""
 
 
 @pytest.mark.parametrize(
@@ -232,7 +236,11 @@ def stay_away(rank: int, world_size: int) -> str:
 def test_collectives_that_cannot_end_are_errors(
     program: Callable[[int, int], str], message: str
 ) -> None:
-    assert re.search(message, run_ranks(2, program)[0])
+    stop_pool(2)
+    try:
+        assert re.search(message, run_ranks(2, program)[0])
+    finally:
+        stop_pool(2)  # the watchdog of a group that failed goes with its process
 
 
 MEET = """
