@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import re
-import time
 import struct
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
