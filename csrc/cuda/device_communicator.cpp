@@ -53,6 +53,15 @@ void DeviceCommunicator::check_usable() const {
   if (failure_) std::rethrow_exception(failure_);
 }
 
+void DeviceCommunicator::run(const std::function<void()>& passes) const {
+  try {
+    passes();
+  } catch (...) {
+    check_usable();
+    throw;
+  }
+}
+
 bool DeviceCommunicator::is_broken() const {
   std::lock_guard lock(failure_mutex_);
   return failure_ != nullptr;
@@ -233,7 +242,7 @@ void DeviceCommunicator::all_gather(const GatherOp& op) {
   const Region region = find_region(op.place.region);
   check_gather(op, region);
   announce({"all_gather", op.tag, op.place, gathered_bytes(op, size()), 0, details_of(op)}, {});
-  gather(op, region);
+  run([&] { gather(op, region); });
 }
 
 void DeviceCommunicator::cast_own(const GatherOp& op, const Region& region) {
@@ -280,7 +289,7 @@ void DeviceCommunicator::reduce_scatter(ReduceOp& op) {
   op.used_late =
       announce({"reduce_scatter", op.tag, {}, layout.nbytes, num_used, details_of(op)}, op.used);
   SendBuffer& send = *std::exchange(packed_, nullptr);
-  sum_into_shards(op, layout, send.region);
+  run([&] { sum_into_shards(op, layout, send.region); });
   send.read = surroundings_.stream->record();
 }
 
@@ -304,7 +313,7 @@ void DeviceCommunicator::all_reduce(const Tag& tag, void* data, DType dtype, int
   Hasher hasher;
   hasher.add(uint64_t(dtype));
   announce({"all_reduce", tag, {}, numel * itemsize(dtype), 0, hasher.value()}, {});
-  all_reduce_in_place(data, dtype, numel);
+  run([&] { all_reduce_in_place(data, dtype, numel); });
   if (scale == 1.0) return;
   const Piece piece{data, data, numel};
   convert({&piece, 1}, dtype, dtype, scale, false, stream());
