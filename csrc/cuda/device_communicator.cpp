@@ -62,6 +62,21 @@ void DeviceCommunicator::run(const std::function<void()>& passes) const {
   }
 }
 
+void DeviceCommunicator::in_group(const std::function<void()>& calls) {
+  begin_group();
+  try {
+    calls();
+  } catch (...) {
+    try {
+      end_group();
+    } catch (const std::exception&) {
+      // the first error is the one to tell
+    }
+    throw;
+  }
+  end_group();
+}
+
 bool DeviceCommunicator::is_broken() const {
   std::lock_guard lock(failure_mutex_);
   return failure_ != nullptr;
@@ -255,11 +270,11 @@ void DeviceCommunicator::cast_own(const GatherOp& op, const Region& region) {
 
 void DeviceCommunicator::gather(const GatherOp& op, const Region& region) {
   cast_own(op, region);
-  begin_group();
-  for (const GatherSegment& s : op.segments)
-    all_gather_in_place(region.data + op.place.offset + s.dst_offset,
-                        s.numel * itemsize(s.dst_dtype));
-  end_group();
+  in_group([&] {
+    for (const GatherSegment& s : op.segments)
+      all_gather_in_place(region.data + op.place.offset + s.dst_offset,
+                          s.numel * itemsize(s.dst_dtype));
+  });
 }
 
 void DeviceCommunicator::pack_gradients(std::span<const ConstSpan> srcs, DType from, void* flat,
@@ -295,11 +310,11 @@ void DeviceCommunicator::reduce_scatter(ReduceOp& op) {
 
 void DeviceCommunicator::sum_into_shards(const ReduceOp& op, const SendLayout& layout,
                                          const Region& send) {
-  begin_group();
-  for (size_t i = 0; i < op.segments.size(); ++i)
-    reduce_scatter_in_place(send.data + layout.offsets[i], op.segments[i].wire_dtype,
-                            op.segments[i].numel);
-  end_group();
+  in_group([&] {
+    for (size_t i = 0; i < op.segments.size(); ++i)
+      reduce_scatter_in_place(send.data + layout.offsets[i], op.segments[i].wire_dtype,
+                              op.segments[i].numel);
+  });
   for (size_t i = 0; i < op.segments.size(); ++i) {
     const ReduceSegment& s = op.segments[i];
     const int64_t own = layout.offsets[i] + rank() * s.numel * itemsize(s.wire_dtype);

@@ -122,6 +122,8 @@ class DeviceCommunicator : public Communicator,
   void check_usable() const;
   // Calls `passes`. What they say of a communicator that fails meanwhile is not the reason.
   void run(const std::function<void()>& passes) const;
+  // Calls `calls` in a group, which ends whatever happens: groups belong to threads, not to us.
+  void in_group(const std::function<void()>& calls);
   std::shared_ptr<const LateFlags> announce(const Announcement& announcement,
                                             std::vector<uint8_t> flags);
   std::vector<uint8_t> agree_now(const Announcement& announcement, std::vector<uint8_t> flags);
