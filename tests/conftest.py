@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import cudasim
 import pytest
 from cudasim.jobs import job
+from cudasim.shipped import SimulatedPasses, build
 
 # Tests run next to each other and in several ranks: one thread each, also in child processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -45,3 +46,16 @@ def _simulated_job() -> Iterator[None]:
 def device(request: pytest.FixtureRequest) -> str:
     """The device type under test: every test that takes it runs on CPU, and on CUDA if there is."""
     return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def simulated_passes() -> SimulatedPasses:
+    """The project's CUDA passes on a simulated device, built once."""
+    return SimulatedPasses(build())
+
+
+@pytest.fixture
+def cuda(simulated_passes: SimulatedPasses) -> SimulatedPasses:
+    """The same with nothing in the device's memory."""
+    simulated_passes.clear()
+    return simulated_passes

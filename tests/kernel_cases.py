@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from cudasim.shipped import SimulatedPasses
 from torch import Tensor
 
 from fsdpx import _C
@@ -75,3 +76,9 @@ def assert_bitwise(actual: Tensor, expected: Tensor) -> None:
             f"{int((~equal).sum())} of {equal.numel()} elements differ, first [{first}]: "
             f"{a.item()} ({int(bits_of(a)):#x}) instead of {e.item()} ({int(bits_of(e)):#x})"
         )
+
+
+def upload(cuda: SimulatedPasses, tensor: Tensor, shift: int = 0) -> int:
+    """The address of a copy that lies `shift` elements after an aligned address."""
+    raw = tensor.contiguous().view(torch.uint8).numpy()
+    return cuda.memory.upload(raw, shift=shift * tensor.itemsize)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from conformance.parts import shard_linears
+from models import mlp
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
@@ -13,18 +15,6 @@ from torch.nn.utils import parametrizations, parametrize
 import fsdpx
 from fsdpx import ShardedTensor, fully_shard
 from fsdpx.unit import unit_of
-
-
-def mlp() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6))
-
-
-def shard(model: nn.Module) -> nn.Module:
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            fully_shard(module)
-    return fully_shard(model)
 
 
 def batch(rank: int = 0) -> Tensor:
@@ -69,7 +59,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], object], str]] = {
 @pytest.mark.parametrize("what", REFUSED)
 @pytest.mark.parametrize("called_before", [False, True])
 def test_refused_by_name_at_every_further_forward(what: str, called_before: bool) -> None:
-    model = shard(mlp())
+    model = shard_linears(mlp())
     if called_before:
         model(batch())
     change, message = REFUSED[what]
@@ -80,7 +70,7 @@ def test_refused_by_name_at_every_further_forward(what: str, called_before: bool
 
 
 def _added_on_all_ranks(rank: int, world_size: int) -> str:
-    model = shard(mlp())
+    model = shard_linears(mlp())
     model(batch(rank)).sum().backward()
     model[0].extra = nn.Parameter(torch.ones(3))
     with pytest.raises(RuntimeError) as caught:
@@ -97,7 +87,7 @@ def test_every_rank_refuses() -> None:
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("normalise", [nn.utils.weight_norm, parametrizations.weight_norm])
 def test_norms_of_rows_after_wrapping_are_refused_at_once(normalise: Callable) -> None:
-    model = shard(mlp())
+    model = shard_linears(mlp())
     with pytest.raises(RuntimeError, match=r"'weight' .* is sharded"):
         normalise(model[0])
 
@@ -106,7 +96,7 @@ def test_norms_of_rows_after_wrapping_are_refused_at_once(normalise: Callable) -
 
 
 def test_a_new_module_with_a_unit_of_its_own_is_managed() -> None:
-    model = shard(mlp())
+    model = shard_linears(mlp())
     model(batch())
     torch.manual_seed(1)
     model.append(fully_shard(nn.Linear(6, 3)))
@@ -134,7 +124,7 @@ def test_ties_within_a_unit_are_managed(called_before: bool) -> None:
 
 
 def test_removed_modules_are_not_missed() -> None:
-    model, reference = shard(mlp()), mlp()
+    model, reference = shard_linears(mlp()), mlp()
     model(batch()).sum().backward()
     for each in (model, reference):
         each[0] = nn.Identity()
@@ -149,14 +139,14 @@ def test_parametrizations_after_wrapping_are_managed() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x * 2
 
-    model, reference = shard(mlp()), mlp()
+    model, reference = shard_linears(mlp()), mlp()
     for each in (model, reference):
         parametrize.register_parametrization(each[2], "weight", Twice())
     assert_trains_alike(model, reference)
 
 
 def test_values_assigned_as_a_new_parameter_go_into_the_sharded_one() -> None:
-    model, reference = shard(mlp()), mlp()
+    model, reference = shard_linears(mlp()), mlp()
     weight = model[0].weight
     new = torch.arange(48.0).view(8, 6) / 48
     for each in (model, reference):
@@ -166,7 +156,7 @@ def test_values_assigned_as_a_new_parameter_go_into_the_sharded_one() -> None:
 
 
 def test_assigning_a_frozen_parameter_freezes() -> None:
-    model = shard(mlp())
+    model = shard_linears(mlp())
     model[0].weight = nn.Parameter(torch.ones(8, 6), requires_grad=False)
     model(batch()).sum().backward()
     assert not model[0].weight.requires_grad
@@ -178,9 +168,9 @@ def test_assigning_a_frozen_parameter_freezes() -> None:
 def test_load_state_dict_with_assign_keeps_the_parameters(sharded: bool) -> None:
     torch.manual_seed(5)
     other = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6))
-    model = shard(mlp())
+    model = shard_linears(mlp())
     before = list(model.parameters())
-    values = shard(other).state_dict() if sharded else other.state_dict()
+    values = shard_linears(other).state_dict() if sharded else other.state_dict()
     model.load_state_dict(values, assign=True)
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
     assert torch.equal(model(batch()), other(batch()))
@@ -192,10 +182,10 @@ def test_load_state_dict_with_assign_fills_a_model_on_the_meta_device(sharded: b
     other = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6))
     with torch.device("meta"):
         model = mlp()
-    shard(model)
+    shard_linears(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = list(model.parameters())
-    values = shard(other).state_dict() if sharded else other.state_dict()
+    values = shard_linears(other).state_dict() if sharded else other.state_dict()
     model.load_state_dict(values, assign=True)
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
     assert {p.device.type for p in model.parameters()} == {"cpu"}
@@ -217,7 +207,7 @@ def test_a_model_that_is_partly_filled_names_what_is_missing() -> None:
 
 
 def test_functional_call_replaces_parameters_for_one_call() -> None:
-    model, reference = shard(mlp()), mlp()
+    model, reference = shard_linears(mlp()), mlp()
     values = {k: nn.Parameter(torch.ones_like(v)) for k, v in reference.named_parameters()}
     expected = torch.func.functional_call(reference, values, batch())
     assert torch.equal(torch.func.functional_call(model, values, batch()), expected)
@@ -237,7 +227,7 @@ def test_the_parameter_object_becomes_the_sharded_one() -> None:
     model = mlp()
     weight = model[0].weight
     weight.no_decay = True
-    shard(model)
+    shard_linears(model)
     assert model[0].weight is weight
     assert type(weight) is ShardedTensor
     assert isinstance(weight, nn.Parameter)
@@ -265,7 +255,7 @@ def test_a_gradient_from_before_wrapping_is_added_to() -> None:
     model, reference = mlp(), mlp()
     for each in (model, reference):
         each(batch(1)).square().sum().backward()
-    shard(model)
+    shard_linears(model)
     for each in (model, reference):
         each(batch()).square().sum().backward()
     for sharded, whole in zip(model.parameters(), reference.parameters(), strict=True):
@@ -275,7 +265,7 @@ def test_a_gradient_from_before_wrapping_is_added_to() -> None:
 def test_a_backward_of_a_forward_before_wrapping_is_refused_by_name() -> None:
     model = mlp()
     loss = model(batch()).sum()
-    shard(model)
+    shard_linears(model)
     with pytest.raises(RuntimeError, match="parameter 'bias' as it was before fully_shard"):
         loss.backward()
     model(batch()).sum().backward()
@@ -286,13 +276,13 @@ def test_hooks_on_gradients(before: bool) -> None:
     model, reference = mlp(), mlp()
     seen = []
     if not before:
-        shard(model)
+        shard_linears(model)
     for each in (model, reference):
         each[0].weight.register_hook(lambda gradient: gradient * 2)
     handle = model[0].weight.register_hook(lambda gradient: seen.append(gradient.shape))
     model[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(type(p.grad)))
     if before:
-        shard(model)
+        shard_linears(model)
     assert_trains_alike(model, reference)
     assert seen == [(8, 6), ShardedTensor]
     handle.remove()
@@ -301,7 +291,7 @@ def test_hooks_on_gradients(before: bool) -> None:
 
 
 def test_hooks_on_gradients_of_gradients_are_refused() -> None:
-    model = shard(mlp())
+    model = shard_linears(mlp())
     model(batch()).sum().backward()
     with pytest.raises(RuntimeError, match=r"'0\.weight' is no parameter of a sharded module"):
         model[0].weight.grad.register_hook(print)
@@ -320,7 +310,7 @@ def test_weak_references_follow_the_object() -> None:
 
 
 def test_registering_is_noticed_by_units_and_not_looked_for() -> None:
-    model = shard(mlp())
+    model = shard_linears(mlp())
     model(batch())
     assert not any(unit.changed for unit in fsdpx.unit.units(model))
     model[0].extra = nn.ReLU()

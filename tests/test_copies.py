@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from conformance.parts import shard_linears
+from models import mlp
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -15,18 +17,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from fsdpx import FSDPModule, ShardedTensor, fully_shard
 from fsdpx.fsdp1 import FullyShardedDataParallel
 from fsdpx.unit import unit_of, units
-
-
-def mlp() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6))
-
-
-def shard(model: nn.Module) -> nn.Module:
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            fully_shard(module)
-    return fully_shard(model)
 
 
 def wrap(model: nn.Module) -> nn.Module:
@@ -41,7 +31,7 @@ def tied(model: nn.Module) -> nn.Module:
 
 
 SHARDED: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "fully_shard": shard,
+    "fully_shard": shard_linears,
     "FSDP1": wrap,
     "list": lambda m: fully_shard(nn.Sequential(fully_shard(m[0]), m[1], m[2])),
 }
@@ -120,7 +110,7 @@ def test_copies_of_recurrent_modules() -> None:
 
 
 def test_a_part_is_copied_as_a_model() -> None:
-    model = shard(mlp())
+    model = shard_linears(mlp())
     model(batch())
     part = copy.deepcopy(model[0])
     assert isinstance(part, FSDPModule)
@@ -138,7 +128,7 @@ def test_copies_in_forward_are_refused() -> None:
 
 
 def test_copies_of_unsharded_attributes_are_sharded() -> None:
-    model = shard(mlp())
+    model = shard_linears(mlp())
     model[0].unshard()
     other = copy.deepcopy(model)
     assert type(other[0].weight) is ShardedTensor
@@ -146,7 +136,7 @@ def test_copies_of_unsharded_attributes_are_sharded() -> None:
 
 
 def _average(rank: int, size: int) -> float:
-    model, reference = shard(mlp()), mlp()
+    model, reference = shard_linears(mlp()), mlp()
     averages = [
         AveragedModel(m, multi_avg_fn=get_ema_multi_avg_fn(0.9)) for m in (model, reference)
     ]
@@ -195,7 +185,7 @@ def test_values_that_to_empty_and_init_give_are_those_of_the_next_forward() -> N
 
 @pytest.mark.parametrize("convert", ["half", "bfloat16", "double"])
 def test_other_dtypes_after_wrapping_are_refused_by_name(convert: str) -> None:
-    model = shard(mlp())
+    model = shard_linears(mlp())
     getattr(model, convert)()
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"'weight' of unit '0' was converted .* MixedPrec"):
@@ -221,7 +211,7 @@ INITIALISERS: dict[str, Callable[[Tensor], object]] = {
 def _initialise(rank: int, size: int) -> list[str]:
     wrong = []
     for name, initialise in INITIALISERS.items():
-        model, reference = shard(mlp()), mlp()
+        model, reference = shard_linears(mlp()), mlp()
         for each in (model, reference):
             torch.manual_seed(3)
             with torch.no_grad():

@@ -11,8 +11,8 @@ import itertools
 import pytest
 import torch
 from cudasim.build import find_nvcc
-from cudasim.shipped import SimulatedPasses, build
-from kernel_cases import FLOATING, SMALL, bits_of, every_value, misaligned, random_bits
+from cudasim.shipped import SimulatedPasses
+from kernel_cases import FLOATING, SMALL, bits_of, every_value, misaligned, random_bits, upload
 from torch import Tensor
 
 from fsdpx import _C
@@ -25,23 +25,6 @@ PAIRS = list(itertools.product(FLOATING, FLOATING))
 # Doubles to and from eighths go element by element.
 MOVED_IN_WORDS = [pair for pair in PAIRS if {dtype.itemsize for dtype in pair} != {1, 8}]
 MODES = ((1.0, False), (1 / 3, False), (1.0, True), (-0.7, True))
-
-
-@pytest.fixture(scope="session")
-def built() -> SimulatedPasses:
-    return SimulatedPasses(build())
-
-
-@pytest.fixture
-def cuda(built: SimulatedPasses) -> SimulatedPasses:
-    built.clear()
-    return built
-
-
-def upload(cuda: SimulatedPasses, tensor: Tensor, shift: int = 0) -> int:
-    """The address of a copy that lies `shift` elements after an aligned address."""
-    raw = tensor.contiguous().view(torch.uint8).numpy()
-    return cuda.memory.upload(raw, shift=shift * tensor.itemsize)
 
 
 def download(cuda: SimulatedPasses, address: int, like: Tensor) -> Tensor:

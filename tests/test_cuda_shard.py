@@ -9,8 +9,8 @@ import pytest
 import torch
 from cudasim.build import find_nvcc
 from cudasim.device import SimError
-from cudasim.shipped import AdamWOptions, SimulatedPasses, build
-from kernel_cases import bits_of, misaligned, random_bits
+from cudasim.shipped import AdamWOptions, SimulatedPasses
+from kernel_cases import bits_of, misaligned, random_bits, upload
 from torch import Tensor
 
 from fsdpx import _C
@@ -21,22 +21,6 @@ pytestmark = pytest.mark.skipif(find_nvcc() is None, reason="nvcc is not install
 TILE, SUMS = 8192, 2048
 WORKSPACE_BYTES = 2 * SUMS * 8
 NORMED = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-
-
-@pytest.fixture(scope="session")
-def built() -> SimulatedPasses:
-    return SimulatedPasses(build())
-
-
-@pytest.fixture
-def cuda(built: SimulatedPasses) -> SimulatedPasses:
-    built.clear()
-    return built
-
-
-def upload(cuda: SimulatedPasses, tensor: Tensor, shift: int = 0) -> int:
-    """The address of a copy that lies `shift` elements after an aligned address."""
-    return cuda.memory.upload(tensor.view(torch.uint8).numpy(), shift=shift * tensor.itemsize)
 
 
 def download(cuda: SimulatedPasses, address: int, like: Tensor) -> Tensor:

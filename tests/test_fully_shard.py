@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from conformance.parts import shard_linears, small_mlp
 from torch import Tensor, nn
 
 import fsdpx
@@ -13,18 +14,6 @@ from fsdpx import FSDPModule, MixedPrecisionPolicy, ShardedTensor, fully_shard, 
 from fsdpx.fully_shard import make_unit
 from fsdpx.mesh import ShardGroup
 from fsdpx.unit import UnitOptions, unit_of, units
-
-
-def mlp() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5))
-
-
-def shard(model: nn.Module, **options: object) -> nn.Module:
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            fully_shard(module, **options)
-    return fully_shard(model, **options)
 
 
 def batch() -> Tensor:
@@ -47,9 +36,9 @@ def assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:
 
 
 def test_class_names_and_parameters_stay() -> None:
-    model = mlp()
+    model = small_mlp()
     before = {name: p.shape for name, p in model.named_parameters()}
-    assert shard(model) is model
+    assert shard_linears(model) is model
     assert isinstance(model, FSDPModule)
     assert isinstance(model, nn.Sequential)
     assert {name: p.shape for name, p in model.named_parameters()} == before
@@ -70,7 +59,7 @@ def test_forward_sees_whole_parameters_and_frees_them() -> None:
 
 
 def test_steps_are_two_gathers_and_one_reduction_for_each_freed_unit() -> None:
-    model = shard(nn.Sequential(*[nn.Linear(6, 6) for _ in range(3)]))
+    model = shard_linears(nn.Sequential(*[nn.Linear(6, 6) for _ in range(3)]))
     x = batch().requires_grad_()
     model(x).sum().backward()
     issued = collectives(model, lambda: model(x).sum().backward())
@@ -90,7 +79,7 @@ def test_steps_are_two_gathers_and_one_reduction_for_each_freed_unit() -> None:
 
 
 def test_reshard_after_forward_false_saves_the_second_gather() -> None:
-    model = shard(mlp(), reshard_after_forward=False)
+    model = shard_linears(small_mlp(), reshard_after_forward=False)
     issued = collectives(model, lambda: model(batch()).sum().backward())
     assert issued.count(("0", "all_gather")) == 1
     assert issued.count(("2", "all_gather")) == 1
@@ -98,7 +87,7 @@ def test_reshard_after_forward_false_saves_the_second_gather() -> None:
 
 
 def test_kept_parameters_are_gathered_again_after_a_change() -> None:
-    model = shard(mlp(), reshard_after_forward=False)
+    model = shard_linears(small_mlp(), reshard_after_forward=False)
     with torch.no_grad():
         before = model(batch())
         assert collectives(model, lambda: model(batch())) == []
@@ -108,7 +97,7 @@ def test_kept_parameters_are_gathered_again_after_a_change() -> None:
 
 
 def test_modules_of_a_list_form_one_unit() -> None:
-    model, reference = mlp(), mlp()
+    model, reference = small_mlp(), small_mlp()
     fully_shard([model[0], model[2]])
     fully_shard(model)
     assert unit_of(model[0]) is unit_of(model[2])
@@ -119,17 +108,17 @@ def test_modules_of_a_list_form_one_unit() -> None:
 
 
 def test_unshard_gives_whole_attributes_until_reshard() -> None:
-    model = shard(mlp())
+    model = shard_linears(small_mlp())
     handle = model[0].unshard(async_op=True)
     handle.wait()
-    assert torch.equal(model[0].weight, mlp()[0].weight)
+    assert torch.equal(model[0].weight, small_mlp()[0].weight)
     model[0].reshard()
     assert isinstance(model[0].weight, ShardedTensor)
     assert not unit_of(model[0]).is_gathered
 
 
 def test_no_sync_adds_up_without_communication() -> None:
-    model, reference = shard(mlp()), mlp()
+    model, reference = shard_linears(small_mlp()), small_mlp()
     with fsdpx.no_sync(model):
         issued = collectives(model, lambda: model(batch()).sum().backward())
     assert all(operation == "all_gather" for _, operation in issued)
@@ -141,7 +130,7 @@ def test_no_sync_adds_up_without_communication() -> None:
 
 
 def test_gradients_add_up_over_synchronised_backwards() -> None:
-    model, reference = shard(mlp()), mlp()
+    model, reference = shard_linears(small_mlp()), small_mlp()
     for _ in range(3):
         model(batch()).sum().backward()
         reference(batch()).sum().backward()
@@ -149,7 +138,7 @@ def test_gradients_add_up_over_synchronised_backwards() -> None:
 
 
 def test_a_gradient_that_the_user_keeps_is_not_overwritten() -> None:
-    model = shard(mlp())
+    model = shard_linears(small_mlp())
     model(batch()).sum().backward()
     kept = model[0].weight.grad
     value = kept.full_tensor().clone()
@@ -160,7 +149,7 @@ def test_a_gradient_that_the_user_keeps_is_not_overwritten() -> None:
 
 
 def test_gradient_memory_is_reused() -> None:
-    model = shard(mlp())
+    model = shard_linears(small_mlp())
     addresses = set()
     for _ in range(3):
         model(batch()).sum().backward()
@@ -170,7 +159,7 @@ def test_gradient_memory_is_reused() -> None:
 
 
 def test_gradients_of_the_users_own_making_are_added_to() -> None:
-    model, reference = shard(mlp()), mlp()
+    model, reference = shard_linears(small_mlp()), small_mlp()
     model[0].weight.grad = torch.ones(8, 6)
     reference[0].weight.grad = torch.ones(8, 6)
     model(batch()).sum().backward()
@@ -179,7 +168,7 @@ def test_gradients_of_the_users_own_making_are_added_to() -> None:
 
 
 def test_divide_factor() -> None:
-    model, reference = shard(mlp()), mlp()
+    model, reference = shard_linears(small_mlp()), small_mlp()
     model[0].set_gradient_divide_factor(4.0)
     model(batch()).sum().backward()
     reference(batch()).sum().backward()
@@ -188,7 +177,7 @@ def test_divide_factor() -> None:
 
 
 def test_chosen_prefetch_replaces_the_recorded_order() -> None:
-    model = shard(nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)]))
+    model = shard_linears(nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)]))
     model[0].set_modules_to_forward_prefetch([model[1], model[3]])
     with torch.no_grad():
         issued = collectives(model, lambda: model(batch()))
@@ -197,7 +186,7 @@ def test_chosen_prefetch_replaces_the_recorded_order() -> None:
 
 
 def test_post_accumulate_hooks_run_once_with_the_final_gradient() -> None:
-    model, reference = shard(mlp()), mlp()
+    model, reference = shard_linears(small_mlp()), small_mlp()
     seen: list[Tensor] = []
     weight = model[0].weight
     weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.full_tensor()))
@@ -210,7 +199,7 @@ def test_post_accumulate_hooks_run_once_with_the_final_gradient() -> None:
 def test_forgotten_models_give_their_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
     released: list[int] = []
     monkeypatch.setattr(memory, "_release", lambda comm, number: released.append(number))
-    model = shard(mlp())
+    model = shard_linears(small_mlp())
     model(batch()).sum().backward()
     assert released == []
     del model
@@ -220,7 +209,7 @@ def test_forgotten_models_give_their_memory_back(monkeypatch: pytest.MonkeyPatch
 
 def test_mixed_precision_computes_in_one_dtype_and_keeps_the_other() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
-    model = shard(mlp(), mp_policy=policy)
+    model = shard_linears(small_mlp(), mp_policy=policy)
     seen = []
     model[2].register_forward_pre_hook(lambda module, args: seen.append(module.weight.dtype))
     output = model(batch())
@@ -232,14 +221,14 @@ def test_mixed_precision_computes_in_one_dtype_and_keeps_the_other() -> None:
 
 
 def test_slicing_a_sequential_gives_a_plain_one() -> None:
-    part = shard(mlp())[:2]
+    part = shard_linears(small_mlp())[:2]
     assert type(part) is nn.Sequential
 
 
 def test_meta_parameters_are_made_after_wrapping() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5))
-    shard(model)
+    shard_linears(model)
     with pytest.raises(RuntimeError, match=r"unit '0' is still on the meta device.*to_empty"):
         model(batch())
     model.reset_iter_state()
@@ -247,7 +236,7 @@ def test_meta_parameters_are_made_after_wrapping() -> None:
     torch.manual_seed(0)
     for index in (0, 2):
         model[index].reset_parameters()
-    reference = mlp()
+    reference = small_mlp()
     assert torch.equal(model(batch()), reference(batch()))
 
 
@@ -276,7 +265,7 @@ def test_shared_parameters_in_two_units_are_refused_by_name() -> None:
     ],
 )
 def test_bad_options_are_refused_by_name(options: dict[str, object], message: str) -> None:
-    model = mlp()
+    model = small_mlp()
     with pytest.raises(ValueError, match=message):
         fully_shard(model, **options)
     assert type(model) is nn.Sequential
@@ -307,7 +296,7 @@ def test_modules_that_cannot_be_units_are_refused() -> None:
 
 
 def test_pickling_is_refused() -> None:
-    model = shard(mlp())
+    model = shard_linears(small_mlp())
     with pytest.raises(RuntimeError, match=r"FSDPSequential cannot be pickled: save .*state_dict"):
         pickle.dumps(model)
 
@@ -342,7 +331,7 @@ def test_editing_a_whole_parameter_in_forward_is_an_error() -> None:
 
 
 def test_conversion_after_wrapping_is_refused_by_name() -> None:
-    model = shard(mlp())
+    model = shard_linears(small_mlp())
     model.to(torch.bfloat16)
     with pytest.raises(
         RuntimeError, match=r"'weight' of unit '0' was converted from torch.float32"
