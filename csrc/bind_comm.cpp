@@ -53,12 +53,13 @@ void translate(std::exception_ptr error) {
 struct GatherPlan {
   std::string unit;
   std::vector<GatherSegment> segments;
+  uint64_t contents;
 };
 
 using GatherRow = std::tuple<uintptr_t, int, int64_t, int64_t, int>;
 
-GatherPlan make_plan(std::string unit, const std::vector<GatherRow>& rows) {
-  GatherPlan plan{std::move(unit), {}};
+GatherPlan make_plan(std::string unit, const std::vector<GatherRow>& rows, uint64_t contents) {
+  GatherPlan plan{std::move(unit), {}, contents};
   for (const auto& [shard, shard_dtype, numel, offset, dtype] : rows)
     plan.segments.push_back({pointer<const void>(shard), static_cast<DType>(shard_dtype), numel,
                              offset, static_cast<DType>(dtype)});
@@ -69,7 +70,7 @@ shared_ptr<Event> all_gather(shared_ptr<Communicator> comm, Stream& stream, cons
                              int64_t region, int64_t offset, Recorder* recorder,
                              py::object keep_alive) {
   auto op = std::make_shared<GatherOp>(
-      GatherOp{{plan.unit, comm->moment()}, {region, offset}, plan.segments});
+      GatherOp{{plan.unit, comm->moment()}, {region, offset}, plan.segments, plan.contents});
   return issue_all_gather(stream, std::move(comm), std::move(op), recorder,
                           keep(std::move(keep_alive)));
 }
@@ -208,8 +209,9 @@ void bind_streams(py::module_& m) {
 
 void bind_operations(py::module_& m) {
   py::class_<GatherPlan, shared_ptr<GatherPlan>>(m, "GatherPlan")
-      .def(py::init(&make_plan), py::arg("unit"), py::arg("segments"),
-           "Segments: (shard pointer, shard dtype, numel, byte offset in the place, dtype there).")
+      .def(py::init(&make_plan), py::arg("unit"), py::arg("segments"), py::arg("contents") = 0,
+           "Segments: (shard pointer, shard dtype, numel, byte offset in the place, dtype there). "
+           "Contents: a hash of what lies in them.")
       .def_readonly("unit", &GatherPlan::unit);
   py::class_<ReduceSegment>(m, "ReduceSegment")
       .def(py::init(&make_reduce_segment), py::arg("grads"), py::arg("grad_dtype"),

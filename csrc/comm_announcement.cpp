@@ -68,6 +68,7 @@ void Hasher::add(const std::string& text) {
 
 uint64_t details_of(const GatherOp& op) {
   Hasher hasher;
+  hasher.add(op.contents);
   for (const GatherSegment& s : op.segments)
     for (uint64_t value : {uint64_t(s.numel), uint64_t(s.dst_offset), uint64_t(s.dst_dtype)})
       hasher.add(value);
@@ -126,7 +127,10 @@ std::string desync_message(uint64_t sequence, int rank, const Announcement& mine
   const bool same = describe(mine) == describe(at_the_same_time);
   return detail::concat("fsdpx: collective ", sequence, " differs between ranks: rank ", rank,
                         " does ", describe(mine), ", rank ", peer, " does ", describe(theirs),
-                        same ? ", with other dtypes or segment sizes" : "", ".", last_alike(last),
+                        same ? ", with other dtypes, sizes, or parameters (names, shapes, "
+                               "requires_grad)"
+                             : "",
+                        ".", last_alike(last),
                         " All ranks must run the same units in the same order: look for a branch, "
                         "a loop or a caught exception that depends on the rank.",
                         kWayOn);

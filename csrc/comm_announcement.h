@@ -17,7 +17,7 @@ struct Announcement {
   Place place;
   int64_t nbytes = 0;
   int64_t num_used = 0;
-  uint64_t details = 0;  // a hash of what else must agree: dtypes and sizes of the segments
+  uint64_t details = 0;  // a hash of what else must agree: see details_of
 };
 
 // An announcement as it travels. The first word is a hash of what must be alike, the rest is for

@@ -57,6 +57,7 @@ struct GatherOp {
   Tag tag;
   Place place;
   std::vector<GatherSegment> segments;
+  uint64_t contents = 0;  // a hash of what lies in the segments, alike on all ranks
 };
 
 // One dtype segment of a unit's gradients: `grads` lie in a flat segment of size() * numel

@@ -52,6 +52,17 @@ std::string detached_operand(const torch::jit::Stack& stack, size_t num_argument
   return found;
 }
 
+// Tells the units of operands that will be written to. Edits through `.data` move no version
+// counter.
+void note_writes(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
+  const auto values = torch::jit::last(stack, schema.arguments().size());
+  for (size_t i = 0; i < values.size(); ++i) {
+    const auto* alias = schema.arguments()[i].alias_info();
+    if (!alias || !alias->isWrite() || !values[i].isTensor()) continue;
+    if (Unit* unit = unit_of(values[i].toTensor().unsafeGetTensorImpl())) unit->note_write();
+  }
+}
+
 void access_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                    torch::jit::Stack* stack) {
   const size_t num_arguments = op.schema().arguments().size();
@@ -61,6 +72,7 @@ void access_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
     if (const Unit* unit = unit_of(tensor)) ready &= unit->ready();
   });
   if (!ready) access_operands(*stack, num_arguments);
+  if (op.schema().is_mutable()) note_writes(op.schema(), *stack);
   const std::string missing = ready ? std::string() : detached_operand(*stack, num_arguments);
   if (missing.empty()) {
     op.redispatchBoxed(below, stack);

@@ -123,7 +123,7 @@ std::vector<bool> Unit::has_gradients() const {
 }
 
 int64_t Unit::gradient_version() const {
-  int64_t sum = 0;
+  int64_t sum = num_writes_;
   for (const auto& leaf : leaves_) sum += leaf._version();
   return sum;
 }

@@ -81,7 +81,8 @@ class Unit {
   void drop_gradients();
   std::vector<bool> has_gradients() const;
   int64_t gradient_version()
-      const;  // sum of the leaves' version counters: moves when a full parameter is edited in place
+      const;  // moves when a full parameter is edited in place, also through `.data`
+  void note_write() { ++num_writes_; }  // an operator is about to write to a full parameter
 
   // Adds the leaves' gradients to flat buffers (in the accumulator dtype; `first`: overwrites) and
   // drops them.
@@ -107,6 +108,7 @@ class Unit {
   std::vector<SegmentLayout> segments_;
   pybind11::object owner_;
   bool notify_ = false;
+  int64_t num_writes_ = 0;
   std::vector<at::Tensor> leaves_;
   std::vector<std::shared_ptr<void>>
       accumulators_;  // keeps the AccumulateGrad nodes that carry our hooks

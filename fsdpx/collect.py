@@ -49,6 +49,7 @@ def collect(
                 if parameter is None or id(parameter) in ignored_ids:
                     continue
                 path = f"{prefix}.{name}" if prefix else name
+                _check_module(path, module)
                 _check_parameter(path, parameter, device)
                 entry = found.setdefault(id(parameter), Managed(path, parameter, []))
                 if (module, name) not in entry.owners:
@@ -70,6 +71,15 @@ def _check_memory(parameters: Iterable[Managed]) -> None:
                 f"fully_shard: parameters '{name}' and '{other}' are different objects over the "
                 "same memory: tie them by assigning one parameter to both modules"
             )
+
+
+def _check_module(path: str, module: nn.Module) -> None:
+    if isinstance(module, torch.jit.ScriptModule):  # type: ignore[attr-defined]
+        raise ValueError(
+            f"fully_shard: parameter '{path}' belongs to a TorchScript module, which would go on "
+            "with the whole parameter of its own: use the module that was scripted or traced, or "
+            "name it in ignored_params"
+        )
 
 
 def _check_parameter(path: str, parameter: torch.Tensor, device: torch.device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import os
 import time
 from array import array
@@ -296,6 +297,7 @@ class Unit:
             if trains and not managed.watched:
                 self.native.watch(index)
                 managed.watched = True
+        self._plan_gather = None
 
     def start_gather(self, place: Place) -> None:
         """Issues the all-gather into `place`."""
@@ -336,7 +338,12 @@ class Unit:
             dtypes = (code(_torch(segment.dtype)), code(_torch(segment.compute_dtype)))
             pointer, numel = shard.data_ptr(), segment.shard_numel
             segments.append((pointer, dtypes[0], numel, segment.byte_offset, dtypes[1]))
-        return _C.GatherPlan(self.name, segments)
+        return _C.GatherPlan(self.name, segments, self._contents())
+
+    def _contents(self) -> int:
+        """A hash that ranks compare at each gather, so that no two of them hold other models."""
+        rows = [(m.name, tuple(m.leaf.shape), m.leaf.requires_grad) for m in self.parameters]
+        return int.from_bytes(hashlib.blake2b(repr(rows).encode(), digest_size=8).digest())
 
     def finish_gather(self) -> None:
         """Waits for the gather and attaches its memory."""

@@ -318,11 +318,14 @@ def test_reading_a_freed_parameter_names_it() -> None:
         leak.data_ptr()
 
 
-def test_editing_a_whole_parameter_in_forward_is_an_error() -> None:
+@pytest.mark.parametrize("edited", [lambda weight: weight, lambda weight: weight.data])
+def test_editing_a_whole_parameter_in_forward_is_an_error(
+    edited: Callable[[Tensor], Tensor],
+) -> None:
     class Edits(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             with torch.no_grad():
-                self.weight.mul_(2.0)
+                edited(self.weight).mul_(2.0)
             return super().forward(x)
 
     model = fully_shard(nn.Sequential(fully_shard(Edits(6, 6))))

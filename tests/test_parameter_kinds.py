@@ -240,6 +240,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         _over_the_same_memory,
         r"'0.weight' and '1.weight' are different objects over the same memory",
     ),
+    "scripted": (
+        lambda: nn.Sequential(torch.jit.script(nn.Linear(2, 2))),
+        "'0.weight' belongs to a TorchScript module",
+    ),
     "partly on meta": (_partly_meta, "'weight' is on the meta device, though others"),
 }
 

@@ -1,12 +1,17 @@
 """Ranks that do different things: the right numbers, or the same named error everywhere."""
 
 import copy
+import datetime
+from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks, stop_pool
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+import fsdpx
 from fsdpx import DesyncError, fully_shard
 
 KINDS = ("shm", "c10d")
@@ -122,3 +127,93 @@ def edit_and_forward(rank: int, world_size: int, kind: str, kept: bool) -> float
 @pytest.mark.parametrize("kept", [False, True])
 def test_writes_need_not_be_alike_on_all_ranks(kind: str, kept: bool) -> None:
     assert run_ranks(2, edit_and_forward, kind, kept) == [0.0, 0.0]
+
+
+def wider(rank: int) -> nn.Module:
+    return nn.Linear(6, 6 + rank)  # as many bytes: segments are padded
+
+
+def renamed(rank: int) -> nn.Module:
+    module = nn.Linear(6, 6)
+    module.register_parameter(f"scale{rank}", nn.Parameter(torch.ones(6)))
+    return module
+
+
+def frozen_on_one(rank: int) -> nn.Module:
+    return nn.Linear(6, 6).requires_grad_(rank == 0)
+
+
+def forward_with_error(model: nn.Module, rank: int) -> str:
+    try:
+        model(inputs(rank)).sum().backward()
+    except DesyncError as error:
+        return str(error)
+    return "no error"
+
+
+def run_other_models(rank: int, world_size: int, kind: str) -> list[str]:
+    """What the first forward of models that ranks make differently says."""
+    messages = []
+    for make in (wider, renamed, frozen_on_one):
+        messages.append(forward_with_error(fully_shard(make(rank), comm=kind), rank))
+        fsdpx.comm.create(kind=kind).close()  # the next model connects anew
+    return messages
+
+
+def run_frozen_later(rank: int, world_size: int, kind: str) -> list[str]:
+    """What the forward after freezing a parameter on one rank says."""
+    model = fully_shard(nn.Linear(6, 6), comm=kind)
+    assert forward_with_error(model, rank) == "no error"
+    model.weight.requires_grad_(rank == 0)
+    message = forward_with_error(model, rank)
+    fsdpx.comm.create(kind=kind).close()
+    return [message]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("run", [run_other_models, run_frozen_later])
+def test_other_parameters_are_an_error_at_the_next_gather(
+    kind: str, run: Callable[[int, int, str], list[str]]
+) -> None:
+    for messages in run_ranks(2, run, kind):
+        for message in messages:
+            assert "rank 1 does all_gather of unit" in message
+            assert "or parameters (names, shapes, requires_grad)" in message
+
+
+def norm_of_gradient(model: nn.Module) -> object:
+    return model.weight.grad.norm()
+
+
+def whole_weight(model: nn.Module) -> object:
+    return model.weight.full_tensor()
+
+
+def first_forward(model: nn.Module) -> object:
+    return model(inputs(0))
+
+
+def do_alone(rank: int, world_size: int, do: Callable[[nn.Module], object]) -> str:
+    """What rank 0 gets when it alone does what needs all ranks."""
+    limit = datetime.timedelta(seconds=1)
+    mesh = DeviceMesh.from_group(dist.new_group([0, 1], timeout=limit), "cpu")
+    model = fully_shard(nn.Linear(6, 6), mesh=mesh)
+    if do is not first_forward:
+        model(inputs(rank)).sum().backward()
+    if rank > 0:
+        return ""
+    with pytest.raises(DesyncError) as raised:
+        do(model)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("do", "what"),
+    [
+        (norm_of_gradient, "fsdpx: the sum of sharded values needs all ranks"),
+        (whole_weight, "fsdpx: the whole value of parameter 'weight' needs all ranks"),
+        (first_forward, "fsdpx: the ranks of a process group connect, and some rank did not come"),
+    ],
+)
+def test_a_rank_that_is_alone_is_told(do: Callable[[nn.Module], object], what: str) -> None:
+    assert run_ranks(2, do_alone, do)[0].startswith(what)

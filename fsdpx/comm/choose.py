@@ -9,6 +9,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from ..errors import DesyncError
+
 T = TypeVar("T")
 
 
@@ -37,7 +39,14 @@ def tell(group: dist.ProcessGroup, mine: T) -> list[T]:
     if group.size() == 1:
         return [mine]
     all_of_them: list[T | None] = [None] * group.size()
-    dist.all_gather_object(all_of_them, mine, group=group)
+    try:
+        dist.all_gather_object(all_of_them, mine, group=group)
+    except RuntimeError as error:
+        raise DesyncError(
+            "fsdpx: the ranks of a process group connect, and some rank did not come, raised or "
+            "has left: all ranks must shard the same model, and begin its first forward together "
+            f"({error})"
+        ) from error
     return [one for one in all_of_them if one is not None]
 
 

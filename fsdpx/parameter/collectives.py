@@ -6,12 +6,14 @@ on the caller's thread; nothing else in this package communicates.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fsdpx.errors import DesyncError
 from fsdpx.parameter.spec import Spec
 
 Group = dist.ProcessGroup | None
@@ -26,6 +28,18 @@ def group_of(spec: Spec) -> Group:
             "into a model's own parameter first (param.copy_(...), load_state_dict)"
         )
     return spec.group
+
+
+@contextlib.contextmanager
+def _together(what: str) -> Iterator[None]:
+    """Says what failed when a collective of the process group does."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise DesyncError(
+            f"fsdpx: {what} needs all ranks, and some rank did not take part or has left: read "
+            f"and compute such values on every rank, not on one alone ({error})"
+        ) from error
 
 
 def all_reduce(value: torch.Tensor, operation: str, group: Group) -> torch.Tensor:
@@ -45,7 +59,8 @@ def all_reduce(value: torch.Tensor, operation: str, group: Group) -> torch.Tenso
         reduced = functional.all_reduce(value, operation, group)
         return functional.wait_tensor(reduced)  # type: ignore[no-any-return,no-untyped-call]
     operations = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-    dist.all_reduce(value, op=operations[operation], group=group)
+    with _together(f"the {operation} of sharded values"):
+        dist.all_reduce(value, op=operations[operation], group=group)
     return value
 
 
@@ -85,11 +100,12 @@ def gather_whole(local: torch.Tensor, spec: Spec) -> torch.Tensor:
         return local.new_empty(spec.shape)
     whole = local.new_empty(spec.numel)
     owners = [rank for rank in _owners(spec) if spec.ranges[rank][1] > spec.ranges[rank][0]]
-    if 2 * len(owners) >= len(spec.ranges):
-        _all_gather(local, whole, spec, owners)
-    else:
-        # Few ranks hold it: a padded all-gather would cost memory for all the others.
-        _broadcast(local, whole, spec, owners)
+    with _together(f"the whole value of parameter {spec.name!r}"):
+        if 2 * len(owners) >= len(spec.ranges):
+            _all_gather(local, whole, spec, owners)
+        else:
+            # Few ranks hold it: a padded all-gather would cost memory for all the others.
+            _broadcast(local, whole, spec, owners)
     return whole.view(spec.shape)
 
 
@@ -146,7 +162,8 @@ def broadcast_number(
     if spec.rank == spec.owner:
         sent.fill_(number)
     both = torch.cat([sent, kind.to(sent)])
-    dist.broadcast(both, group=group, group_src=spec.owner)
+    with _together(f"a number that the owner of parameter {spec.name!r} computes"):
+        dist.broadcast(both, group=group, group_src=spec.owner)
     value, is_bool = both.tolist()
     return bool(value) if is_bool else value
 

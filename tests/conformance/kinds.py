@@ -20,6 +20,7 @@ class Stack(nn.Module):
     Attributes:
         call: How a block is called; a checkpoint, say.
         fails: Whether backward raises between the first block and the next.
+        raises: Whether forward does.
     """
 
     def __init__(self, *blocks: nn.Module, units: Sequence[int] | None = None) -> None:
@@ -28,6 +29,7 @@ class Stack(nn.Module):
         self.unit_numbers = range(len(blocks)) if units is None else units
         self.call: Callable[[nn.Module, Tensor], Tensor] = _call
         self.fails = False
+        self.raises = False
 
     def units(self) -> list[nn.Module]:
         blocks = [self.blocks[number] for number in self.unit_numbers]
@@ -37,6 +39,8 @@ class Stack(nn.Module):
         for number, block in enumerate(self.blocks):
             x = self.call(block, x)
             if number == 0:
+                if self.raises:
+                    raise RuntimeError("told to fail")
                 x = Fails.apply(x, self.fails)
         return x
 
@@ -169,6 +173,8 @@ def _add_empty(y: Tensor, empty: Tensor) -> Tensor:
 def _use_codes(y: Tensor, codes: Tensor) -> Tensor:
     return y * codes.to(y.dtype).sum() / 21
 
+
+LOW_PRECISION_KINDS = ("bf16 beside fp32",)
 
 KINDS: dict[str, Callable[[], Stack]] = {
     "linear": lambda: Stack(_layer(), _layer(), nn.Linear(WIDTH, 5)),

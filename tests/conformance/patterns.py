@@ -25,8 +25,9 @@ class Side:
     Attributes:
         model: What is called.
         stack: The same without wrappers.
-        ranks: Whose batches this side runs.
+        ranks: Whose batches this side runs: one, or all.
         no_sync: Makes the context in which backwards do not synchronise.
+        sharded: False for the reference.
         seen: What is compared in the end, by name.
     """
 
@@ -34,6 +35,7 @@ class Side:
     stack: Stack
     ranks: list[int]
     no_sync: Callable[[], Any] = contextlib.nullcontext
+    sharded: bool = True
     seen: dict[str, Tensor | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -41,13 +43,19 @@ class Side:
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
 
     def backward(self, step: int, loss: Loss | None = None) -> None:
-        """The mean over ranks of the gradients of one batch each."""
+        """Adds the gradients of one batch of each rank of this side."""
         for value in self.losses(step, loss):
             value.backward()
 
     def losses(self, step: int, loss: Loss | None = None) -> list[Tensor]:
         loss = loss or mean_square
-        return [loss(self.model, batch_of(r + 10 * step)) / len(self.ranks) for r in self.ranks]
+        return [loss(self.model, batch_of(r + 10 * step)) for r in self.ranks]
+
+    def average(self) -> None:
+        """Makes sums over this side's ranks means."""
+        for parameter in self.model.parameters():
+            if parameter.grad is not None and len(self.ranks) > 1:
+                parameter.grad /= len(self.ranks)
 
     def see(self, what: str) -> None:
         """Takes note of all gradients."""
@@ -59,6 +67,7 @@ class Side:
             )
 
     def step(self, what: str = "step", *, set_to_none: bool = True) -> None:
+        self.average()
         self.see(what)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
         self.seen[f"{what}: norm"] = whole(norm).detach().clone()
@@ -106,6 +115,8 @@ def accumulate_unsynchronised(side: Side) -> None:
 def evaluate_before_step(side: Side) -> None:
     side.look("first")
     for step in range(2):
+        side.losses(step)  # of which no backward is taken
+        side.look(f"first of step {step}")
         side.backward(step)
         side.look(f"before step {step}")
         side.step(f"step {step}")
@@ -184,6 +195,16 @@ def exception_in_backward(side: Side) -> None:
         side.step(f"step {step}")
 
 
+def exception_in_forward(side: Side) -> None:
+    for step in range(2):
+        side.stack.raises = True
+        with contextlib.suppress(RuntimeError):
+            side.losses(step)
+        side.stack.raises = False
+        side.backward(step)
+        side.step(f"step {step}")
+
+
 def save_and_load(side: Side) -> None:
     side.backward(0)
     saved = {name: value.clone() for name, value in side.model.state_dict().items()}
@@ -195,8 +216,9 @@ def save_and_load(side: Side) -> None:
 
 
 def compiled(side: Side) -> None:
-    torch._dynamo.reset()
-    side.model = torch.compile(side.model, backend="eager")  # type: ignore[assignment]
+    if side.sharded:
+        torch._dynamo.reset()
+        side.model = torch.compile(side.model, backend="eager")  # type: ignore[assignment]
     train(side)
 
 
@@ -213,6 +235,7 @@ PATTERNS: dict[str, Callable[[Side], None]] = {
     "retained graph": retain_graph,
     "gradient penalty": gradient_penalty,
     "freeze and unfreeze": unfreeze,
+    "exception in forward": exception_in_forward,
     "exception in backward": exception_in_backward,
     "save and load": save_and_load,
     "compiled": compiled,
