@@ -74,7 +74,7 @@ def _check_memory(parameters: Iterable[Managed]) -> None:
 
 
 def _check_module(path: str, module: nn.Module) -> None:
-    if isinstance(module, torch.jit.ScriptModule):  # type: ignore[attr-defined]
+    if isinstance(module, torch.jit.ScriptModule):
         raise ValueError(
             f"fully_shard: parameter '{path}' belongs to a TorchScript module, which would go on "
             "with the whole parameter of its own: use the module that was scripted or traced, or "

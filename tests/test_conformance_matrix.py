@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 from conformance.covering import covering_rows
+from conformance.doors import DOORS, STOCK
 from conformance.matrix import AXES, DOCUMENT, all_cells, run_cells
 from conformance.report import Cell, exceptions
-from conformance.doors import DOORS, STOCK
 
 OURS = [door for door in DOORS if door != STOCK]
 # Every two of door, kind, way, dtype and number of ranks meet in one of these cells.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -36,8 +36,8 @@ In each, all gradients, norms and outputs are compared with one process that tak
 ranks' batches, and that for bf16 computes with casts of its weights and inputs.
 *Equal*: no number is off by more than {limits}.
 
-ZeRO-1, 2, 3 and HSDP are `fsdpx.fully_shard`, FSDP1 is `fsdpx.FullyShardedDataParallel`. HSDP has two
-replicas; on 1 and 3 ranks each rank is one. FSDP2 is `torch.distributed.fsdp.fully_shard` of
+ZeRO-1, 2, 3 and HSDP are `fsdpx.fully_shard`, FSDP1 is `fsdpx.FullyShardedDataParallel`. HSDP has
+two replicas; on 1 and 3 ranks each rank is one. FSDP2 is `torch.distributed.fsdp.fully_shard` of
 torch {torch}, measured the same way.
 """
 
