@@ -15,7 +15,7 @@ import torch
 
 from . import _C
 from .dtypes import dtype_code
-from .parameter import ShardedTensor
+from .parameter import ShardedTensor, WaitingGradient
 from .torch_private import storage_use_count
 from .unit import Unit
 
@@ -65,6 +65,8 @@ class Gradients:
     used: list[bool] = field(default_factory=list)  # parameters with a gradient in `accumulated`
     partial: dict[int, torch.Tensor] = field(default_factory=dict)  # segment -> sum of own replica
     partial_used: list[bool] = field(default_factory=list)  # parameters with one in `partial`
+    waiting: dict[int, WaitingGradient] = field(default_factory=dict)  # in `.grad` of parameters
+    _shown: dict[int, WaitingGradient] = field(default_factory=dict)  # kept from step to step
     in_flight: list[_InFlight] = field(default_factory=list)
     written: set[int] = field(default_factory=set)  # segments that hold this backward's gradients
     waited: set[int] = field(default_factory=set)  # of these, segments with earlier ones, too
@@ -73,7 +75,9 @@ class Gradients:
 
     @property
     def is_pending(self) -> bool:
-        """Whether there are gradients of earlier backwards that `.grad` does not show yet."""
+        """Whether there are gradients of earlier backwards that wait for their reduction."""
+        if self.waiting:
+            return any(self._parameter(i).grad is each for i, each in self.waiting.items())
         return bool(self.accumulated or self.partial)
 
     @property
@@ -110,6 +114,7 @@ class Gradients:
         A parameter without a gradient on this rank counts as zeros.
         """
         unit = self.unit
+        self._hide_waiting()
         if self.accumulated:
             self.accumulate()
         else:
@@ -137,6 +142,62 @@ class Gradients:
         event = summed or reduction.event
         comm.in_flight.add(event, (accumulated, flats))
         self.in_flight.append(_InFlight(reduction, event, added_later))
+
+    def show_waiting(self) -> None:
+        """Lets `.grad` of parameters show that gradients wait; setting it to something else drops
+        them.
+
+        Also where this rank has none: all ranks must drop the same.
+        """
+        for number in self.accumulated.keys() | self.partial.keys():
+            for entry in self.unit.layout.segments[number].entries:
+                index, parameter = entry.index, self._parameter(entry.index)
+                if index in self.waiting or not parameter.requires_grad:
+                    continue
+                if index not in self._shown:
+                    self._shown[index] = WaitingGradient.make(parameter)
+                shown = self.waiting[index] = self._shown[index]
+                shown.before, shown.is_zeroed = parameter.grad, False
+                parameter.grad = shown
+
+    def check_none_waits(self) -> None:
+        """Raises if the gradient of a parameter waits."""
+        for index, shown in self.waiting.items():
+            if self._parameter(index).grad is shown:
+                shown.full_tensor()
+
+    def settle_waiting(self) -> None:
+        """Takes over what the user did to gradients that wait."""
+        for index, shown in list(self.waiting.items()):
+            dropped = self._parameter(index).grad is not shown
+            if dropped:
+                self.waiting.pop(index).before = None
+            if dropped or shown.is_zeroed:
+                self._clear_waiting(index, dropped)
+                shown.is_zeroed = False
+            if not self.waiting:  # all are dropped
+                self.forget()
+
+    def _clear_waiting(self, index: int, dropped: bool) -> None:
+        """Sets what waits for one parameter to zero."""
+        number, entry = self.unit.layout.place(index)
+        if number in self.accumulated:
+            self.accumulated[number][entry.offset : entry.offset + entry.numel].zero_()
+        if number in self.partial:
+            start, length = self.unit.layout.local_slice(index, self.unit.group.rank)
+            self.partial[number][start : start + length].zero_()
+        for used in (self.used, self.partial_used):
+            if used and dropped:
+                used[index] = False
+
+    def _hide_waiting(self) -> None:
+        """Lets `.grad` be again what it was before gradients waited."""
+        for index, shown in self.waiting.items():
+            parameter = self._parameter(index)
+            if parameter.grad is shown:
+                parameter.grad = shown.before
+            shown.before = None
+        self.waiting.clear()
 
     def reduce_apart(
         self, given: Mapping[int, torch.Tensor | None], scale: float
@@ -238,7 +299,7 @@ class Gradients:
         *used, read = used
         for number in self.written:
             for index, gradient in self.buffers[number].gradients.items():
-                parameter = self.unit.parameters[index].sharded
+                parameter = self._parameter(index)
                 # Not of one that was frozen since the forward, unless earlier ones have waited.
                 trains = self.unit.trainable[index] and parameter.requires_grad
                 trains = trains or number in self.waited
@@ -260,13 +321,17 @@ class Gradients:
         self.waited.clear()
 
     def forget(self) -> None:
-        """Forgets all gradients that `.grad` does not show yet."""
+        """Forgets all gradients that wait for their reduction."""
         self.drop()
+        self._hide_waiting()
         self.accumulated.clear()
         self.partial.clear()
         self.used, self.partial_used = [], []
 
     # ---- Details
+
+    def _parameter(self, index: int) -> ShardedTensor:
+        return self.unit.parameters[index].sharded
 
     def _segments(self) -> list[int]:
         """Segments with a parameter that trains now."""

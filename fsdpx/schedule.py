@@ -325,6 +325,8 @@ class Schedule:
             self._backward.follow([u for u in latest_first if u not in self._unread])
             self._reduced_any = False
             self._accumulates = False
+            for gradients in self.gradients.values():
+                gradients.settle_waiting()
             self._continues = self._has_pending()
             self._progress.begin_backward()
         self._accumulates |= any(unit.native.num_expected() for unit in self.units)
@@ -392,6 +394,7 @@ class Schedule:
                     self._unread.discard(unit)
                 elif used:
                     self._unread.add(unit)
+            self.gradients[unit].show_waiting()
 
     # ---- For FSDPModule
 
@@ -437,7 +440,7 @@ class Schedule:
             comm.close(seconds=0.5)
 
     def forget_gradients(self, units: Iterable[Unit]) -> None:
-        """Drops gradients that `.grad` does not show yet."""
+        """Drops gradients that wait for their reduction."""
         for unit in units:
             self.gradients[unit].forget()
         self._broken &= self._has_pending()

@@ -91,10 +91,16 @@ class Loop:
         assert self.both.eval_error(self.next_batch()) <= LIMIT
 
     def step(self) -> None:
-        self.both.step()
+        if not self.both.has_waiting:
+            self.both.step()
 
     def zero_grad(self) -> None:
-        self.both.zero_grad(set_to_none=self.random.random() < 0.5)
+        set_to_none = self.random.random() < 0.5
+        self.both.zero_grad(set_to_none)
+        for gradient in self.waiting.values():
+            gradient.zero_()
+        if set_to_none:
+            self.waiting.clear()
 
     def zero_grad_of_the_model(self) -> None:
         self.both.model.zero_grad()
