@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -53,6 +53,20 @@ class _InFlight(NamedTuple):
     reduction: _C.Reduction
     event: _C.Event  # of the last collective
     added_later: dict[int, torch.Tensor]  # segment -> sum that `deliver` adds to its buffer
+
+
+class Delivered(NamedTuple):
+    """What a unit's reductions in one backward have told.
+
+    Attributes:
+        used: Whether any rank had a gradient of the unit.
+        read: Whether any rank's backward read it.
+        news: The flags that came along, each set if it was on any rank.
+    """
+
+    used: bool
+    read: bool
+    news: list[bool]
 
 
 @dataclass
@@ -108,10 +122,14 @@ class Gradients:
         unit.native.accumulate(unit.comm.native, before, False)
         unit.native.accumulate(unit.comm.native, made, True)
 
-    def reduce(self, scale: float) -> None:
+    def reduce(self, scale: float, news: Sequence[bool] = ()) -> None:
         """Issues the reduction of all gradients so far; `deliver` ends it.
 
         A parameter without a gradient on this rank counts as zeros.
+
+        Args:
+            scale: Of the sum over ranks, replicas included.
+            news: Flags that travel along; as many on all ranks.
         """
         unit = self.unit
         self._hide_waiting()
@@ -119,7 +137,7 @@ class Gradients:
             self.accumulate()
         else:
             self._note_used()
-        used, self.used = [*self.used, unit.was_read], []
+        used, self.used = [*self.used, unit.was_read, *news], []
         unit.was_read = False
         self.waited |= self.accumulated.keys() | self.partial.keys()
         accumulated, self.accumulated = self.accumulated, {}
@@ -274,18 +292,18 @@ class Gradients:
         for each in self.in_flight:
             self.unit.wait(each.event)
 
-    def deliver(self) -> tuple[bool, bool]:
-        """Waits for the reductions of this backward and sets `.grad` of the parameters used.
-
-        Returns:
-            Whether any rank had a gradient of the unit, and whether any rank's backward read it.
-        """
+    def deliver(self) -> Delivered:
+        """Waits for the reductions of this backward and sets `.grad` of the parameters used."""
         in_flight, self.in_flight = self.in_flight, []
-        used = self.partial_used or [False] * (len(self.unit.parameters) + 1)
+        count = len(self.unit.parameters) + 1
+        used = self.partial_used or [False] * count
         self.partial_used = []
+        news: list[bool] = []
         for each in in_flight:
             self.unit.wait(each.event)
-            used = [a or b for a, b in zip(used, each.reduction.used, strict=True)]
+            flags = each.reduction.used
+            used = [a or b for a, b in zip(used, flags[:count], strict=True)]
+            news = [a or b for a, b in zip(news or flags[count:], flags[count:], strict=True)]
             for number, flat in each.added_later.items():
                 if self.unit.all_reduce_hook is not None:
                     self.unit.all_reduce_hook(flat)
@@ -293,7 +311,7 @@ class Gradients:
         self.unit.comm.in_flight.prune()  # full gradients go now, not at the next collective
         if self.partial:  # the other replicas have not heard of it yet
             self.partial_used = used
-            return False, False
+            return Delivered(False, False, news)
         if self.unit.replicate_comm is not None:
             used = self.unit.on_any_rank(used, self.unit.replicate_comm)
         *used, read = used
@@ -308,7 +326,7 @@ class Gradients:
         self.written.clear()
         self.waited.clear()
         self._run_hooks(used)
-        return any(used), read
+        return Delivered(any(used), read, news)
 
     def drop(self) -> None:
         """Forgets the gradients of a backward that failed."""

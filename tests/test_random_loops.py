@@ -39,9 +39,7 @@ class Loop:
 
     def backward(self) -> None:
         both, number, skipped = self.both, self.next_batch(), self.some_layers()
-        # A rank that does not use a frozen layer can't know that others read it in backward.
-        trained = [i for i in range(3) if both.reference.layers[i].weight.requires_grad]
-        in_vain = [[i for i in self.some_layers() if i in trained] for _ in range(both.world_size)]
+        in_vain = [self.some_layers() for _ in range(both.world_size)]
         before = {name: p.grad for name, p in both.reference.named_parameters()}
         both.reference.zero_grad()
         both.backward(number, skipped, in_vain.__getitem__)
