@@ -109,7 +109,12 @@ def test_the_timeline_is_exact(order: str, prefetch: int, expected: Spans) -> No
 # ---- A steady step
 
 KINDS = ("nvlink", "nvlink-copy", "nccl", "c10d")
-LEGACY = 0  # the default stream, which every blocking stream waits for
+
+
+def legacy_stream() -> int:
+    """The number of the default stream, which a graph cannot capture."""
+    cudasim.busy(1, "legacy", 0)
+    return next(span["stream"] for span in cudasim.trace() if span["name"] == "legacy")
 
 
 def count_steps(rank: int, world_size: int, training: Training) -> list[dict[str, int]]:
@@ -117,9 +122,8 @@ def count_steps(rank: int, world_size: int, training: Training) -> list[dict[str
 
     Of a model that computes on a stream of its own, as the capture of a graph needs it.
     """
-    counted = []
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
+    counted, legacy = [], legacy_stream()
+    with torch.cuda.stream(torch.cuda.Stream()):
         model = shard(training, "cuda", world_size)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
         for micro_batches in list(batches(training, rank, "cuda")):
@@ -130,7 +134,7 @@ def count_steps(rank: int, world_size: int, training: Training) -> list[dict[str
             optimizer.step()
             optimizer.zero_grad()
             counters = cudasim.counters()
-            counters["legacy"] = sum(span["stream"] == LEGACY for span in cudasim.trace())
+            counters["legacy"] = sum(span["stream"] == legacy for span in cudasim.trace())
             counted.append(counters)
     cudasim.finish()
     return counted

@@ -58,7 +58,7 @@ def test_stuck_and_dead_workers_are_replaced(fn: object, what: str) -> None:
 
 
 DUPLICATE = "ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 0"
-NOT_MAPPED = "ValueError: fsdpx: comm kind 'nvlink' is impossible: rank 1 cannot map rank 0's memory"
+NOT_MAPPED = "ValueError: fsdpx: comm kind 'nvlink' is impossible: rank 1 maps nothing of rank 0"
 
 
 @pytest.mark.parametrize(
