@@ -38,7 +38,7 @@ PYTHON_ROWS = (
     ("unit",),
     ("gradients", "collect", "order", "progress", "attributes", "residency"),
     ("conversions",),
-    ("schedule", "changes", "copies"),
+    ("schedule", "changes", "copies", "backward_inputs"),
     ("hooks",),
     ("module", "describe", "full_parameters", "flat_parameters", "clip", "sync"),
     ("fully_shard",),
