@@ -18,6 +18,7 @@ from torch import nn
 
 import fsdpx
 import fsdpx.comm
+from fsdpx.unit import units
 
 pytestmark = [pytest.mark.simulation, pytest.mark.timeout(300)]
 LIMIT = 120.0
@@ -31,15 +32,17 @@ def devices(rank: int) -> tuple[torch.device, torch.device]:
 
 def make_model(device: torch.device, comm: str) -> Any:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))).to(device)
-    for layer in model:
-        fsdpx.fully_shard(layer, comm=comm)
-    return fsdpx.fully_shard(model, comm=comm)
+    with torch.cuda.device(device):  # a model stays where it was sharded
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))).to(device)
+        for layer in model:
+            fsdpx.fully_shard(layer, comm=comm)
+        return fsdpx.fully_shard(model, comm=comm)
 
 
 def gradients(device: torch.device, comm: str) -> list[float]:
     """Of a step of two micro-batches, recorded."""
     model = make_model(device, comm)
+    assert units(model)[0].device == device
     with fsdpx.record_timeline(model) as recorded:
         for last in (False, True):
             model.set_requires_gradient_sync(last)

@@ -88,6 +88,7 @@ void DeviceEvent::wait(double, const std::function<void()>&) {
 }
 
 void DeviceEvent::hold(cudaStream_t stream) const {
+  const DeviceGuard guard(device_);
   check_cuda(cudaStreamWaitEvent(stream, event_, 0), "cudaStreamWaitEvent");
 }
 

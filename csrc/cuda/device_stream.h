@@ -19,8 +19,9 @@ namespace fsdpx::cuda {
 // no later launch takes it for its own.
 void check_cuda(cudaError_t error, const char* what);
 
-// Makes `device` the calling thread's for a scope. Every call that makes an event, records one,
-// launches or frees needs it: threads begin with device 0, which would get a context of its own.
+// Makes `device` the calling thread's for a scope. Whatever makes or records an event, launches,
+// frees, or names a stream needs it: torch's default stream is null, which means that of the
+// current device, and a thread begins with device 0, which would get a context of its own.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device);
