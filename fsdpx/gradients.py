@@ -172,9 +172,10 @@ class Gradients:
                 index, parameter = entry.index, self._parameter(entry.index)
                 if index in self.waiting or not parameter.requires_grad:
                     continue
-                if index not in self._shown:
-                    self._shown[index] = WaitingGradient.make(parameter)
-                shown = self.waiting[index] = self._shown[index]
+                shown = self._shown.get(index)
+                if shown is None or shown.dtype != parameter.dtype:
+                    shown = self._shown[index] = WaitingGradient.make(parameter)
+                self.waiting[index] = shown
                 shown.before, shown.is_zeroed = parameter.grad, False
                 parameter.grad = shown
 
@@ -208,8 +209,12 @@ class Gradients:
             if used and dropped:
                 used[index] = False
 
+    def hide_waiting(self) -> None:
+        """Lets `.grad` be what it was before gradients waited, until `show_waiting`."""
+        self.settle_waiting()
+        self._hide_waiting()
+
     def _hide_waiting(self) -> None:
-        """Lets `.grad` be again what it was before gradients waited."""
         for index, shown in self.waiting.items():
             parameter = self._parameter(index)
             if parameter.grad is shown:

@@ -161,3 +161,17 @@ def test_dropped_gradients_are_not_reduced() -> None:
         model.second(torch.ones(2, 6)).sum().backward()
     assert "first" not in {record.unit for record in timeline.records}
     assert model.first.weight.grad is None
+
+
+@pytest.mark.parametrize("convert", [lambda m: m.to("cpu"), lambda m: m.float().double().float()])
+def test_what_waits_survives_conversions(convert: Callable[[nn.Module], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = waiting_model()
+    convert(model)
+    assert all(map(waits, model.parameters()))
+    model(torch.ones(2, 6)).sum().backward()
+    torch.manual_seed(0)
+    reference = Small()
+    (2 * reference(torch.ones(2, 6)).sum()).backward()
+    for parameter, whole in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(parameter.grad.full_tensor(), whole.grad)
