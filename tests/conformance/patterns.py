@@ -215,6 +215,16 @@ def save_and_load(side: Side) -> None:
     side.step("step 1")
 
 
+def convert(side: Side) -> None:
+    def wide(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        return mean_square(model, x.double())
+
+    for step, dtype in enumerate([None, torch.float64, torch.float32]):
+        side.model.to(dtype)
+        side.backward(step, wide if dtype is torch.float64 else None)
+        side.step(f"step {step}", set_to_none=dtype is not None)
+
+
 def compiled(side: Side) -> None:
     if side.sharded:
         torch._dynamo.reset()
@@ -238,5 +248,6 @@ PATTERNS: dict[str, Callable[[Side], None]] = {
     "exception in forward": exception_in_forward,
     "exception in backward": exception_in_backward,
     "save and load": save_and_load,
+    "other dtypes between steps": convert,
     "compiled": compiled,
 }
