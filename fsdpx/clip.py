@@ -89,7 +89,7 @@ def _norm(gradients: list[torch.Tensor], order: float) -> torch.Tensor | None:
 
 def _combine(norms: list[torch.Tensor], order: float) -> torch.Tensor:
     if not norms:
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, device="cpu")
     dtype = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
     stacked = torch.stack([norm.to(norms[0].device, dtype) for norm in norms])
     total: torch.Tensor = torch.linalg.vector_norm(stacked, order)

@@ -64,9 +64,14 @@ def check_torch() -> None:
 
 def _probe() -> str:
     """Runs a matrix product whose weight is freed between forward and backward; returns what is
-    wrong.
+    wrong. The user's modes and defaults do not matter.
     """
-    with torch.inference_mode(False), torch.enable_grad():
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.device("cpu"),
+    ):
         fp32 = code(torch.float32)
         native = _C.Unit(
             "probe", 16, torch.device("cpu"), [(fp32, fp32, fp32, fp32, 4, [(0, 0, 4)])]
@@ -74,10 +79,10 @@ def _probe() -> str:
         weight = nn.Parameter(native.segment(0, 4, torch.float32).view(2, 2))
         native.add_leaf(weight)
         native.watch(0)
-        owner = _Owner(native, torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        owner = _Owner(native, torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float32))
         native.set_owner(owner)
         owner.attach()
-        x = torch.eye(2, requires_grad=True)
+        x = torch.eye(2, dtype=torch.float32, requires_grad=True)
         y = x @ weight
         native.detach()
         owner.memory.fill_(float("nan"))

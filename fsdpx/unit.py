@@ -86,7 +86,7 @@ class Unit:
         layout = layout or self._plan(self.trainable)
         home = torch.device("cpu") if options.offload else device
         self.shards = Shards(parameters, layout, group, home)
-        self._nothing = torch.empty(1)  # what a unit without elements is attached to, for good
+        self._nothing = torch.empty(1, device="cpu")  # what a unit without elements is attached to
         self.lay_out(layout)
         self._comm: Communicator | None = None
         self._replicate_comm: Communicator | None = None

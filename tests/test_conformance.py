@@ -7,7 +7,7 @@ from conformance.registry import CASES
 from conformance.themes import run_case
 from ranks import run_ranks
 
-NUM_CASES = 59
+NUM_CASES = 97
 
 
 def test_number_of_cases() -> None:

@@ -130,8 +130,10 @@ std::vector<char> DeviceCommunicator::exchange(const void* mine, int64_t nbytes)
   std::vector<char> all(nbytes * size());
   const auto task = [&, control = surroundings_.control] {
     const int64_t region = control->allocate(nbytes * size());
-    const GatherOp op{
-        {"exchange", {}}, {region, 0}, {{mine, DType::kBits8, nbytes, 0, DType::kBits8}}};
+    GatherOp op;
+    op.tag.unit = "exchange";
+    op.place = {region, 0};
+    op.segments.push_back({mine, DType::kBits8, nbytes, 0, DType::kBits8});
     control->all_gather(op);
     std::memcpy(all.data(), control->region_data(region), all.size());
     control->release(region);

@@ -157,11 +157,11 @@ def broadcast_number(
     if group is None:
         return number  # type: ignore[no-any-return]
     wide = torch.float64 if dtype.is_floating_point else torch.int64
-    kind = torch.tensor([0.0 if number is None else float(isinstance(number, bool))])
+    kind = 0.0 if number is None else float(isinstance(number, bool))
     sent = torch.zeros(1, dtype=wide, device=device)
     if spec.rank == spec.owner:
         sent.fill_(number)
-    both = torch.cat([sent, kind.to(sent)])
+    both = torch.cat([sent, torch.full_like(sent, kind)])
     with _together(f"a number that the owner of parameter {spec.name!r} computes"):
         dist.broadcast(both, group=group, group_src=spec.owner)
     value, is_bool = both.tolist()

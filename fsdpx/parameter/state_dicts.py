@@ -167,7 +167,7 @@ def _broadcasting(original: Callable[..., Any]) -> Callable[..., Any]:
         keys = collectives.broadcast_object(present, pg)
         for key in keys:  # one whole tensor at a time
             shape, dtype = mine[key].shape, mine[key].dtype
-            value = full[key].detach() if source else torch.empty(shape)
+            value = full[key].detach() if source else torch.empty(shape, device="cpu")
             value = value.to(device=device, dtype=dtype).contiguous()
             collectives.broadcast_whole(value, pg)
             _take(local, key, value, device)

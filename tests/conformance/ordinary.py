@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -69,14 +71,24 @@ class Tied(nn.Module):
         return self.head(self.middle(self.embedding(tokens)))
 
 
-def check_tied(num_tokens: int, *, across_units: bool = False) -> None:
+def shard_middle(model: Tied) -> None:
+    fully_shard(model.middle)
+    fully_shard(model)
+
+
+def shard_the_tied_together(model: Tied) -> None:
+    fully_shard([model.embedding, model.head])
+    shard_middle(model)
+
+
+def shard_the_tied_apart(model: Tied) -> None:
+    fully_shard(model.embedding)
+    fully_shard(model.head)
+    fully_shard(model)
+
+
+def check_tied(num_tokens: int, shard: Callable[[Tied], None] = shard_middle) -> None:
     """Every row of the tied weight moves as in the reference."""
-
-    def shard(model: Tied) -> None:
-        for unit in (model.embedding, model.head) if across_units else (model.middle,):
-            fully_shard(unit)
-        fully_shard(model)
-
     pair = Pair(Tied(num_tokens), shard)
     pair.optimize(torch.optim.SGD, lr=1.0)
     for each in pair.both:
@@ -95,9 +107,15 @@ def tied_empty_shard(rank: int, world_size: int) -> None:
     check_tied(5)
 
 
+@case("the same on three ranks, and with the tied layers in a unit of their own", world_size=3)
+def tied_in_one_group(rank: int, world_size: int) -> None:
+    for shard in (shard_middle, shard_the_tied_together):
+        check_tied(5, shard)
+
+
 @case(
     "a weight tied across units: a size mismatch deep inside",
     refusal=r"(?i)shared|tied|same parameter|already",
 )
 def tied_across_units(rank: int, world_size: int) -> None:
-    check_tied(7, across_units=True)
+    check_tied(7, shard_the_tied_apart)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -61,10 +64,15 @@ class Coded(nn.Module):
         return self.linear(x) * self.codes.float().sum() / 21 * self.scales.sum()
 
 
-def check_training(model: nn.Module, rank: int, world_size: int) -> None:
+def check_training(
+    model: nn.Module,
+    rank: int,
+    world_size: int,
+    shard: Callable[..., Any] = fully_shard,
+) -> None:
     """Shapes stay, and a clipped step of AdamW is that of the reference."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    pair = Pair(model, fully_shard)
+    pair = Pair(model, shard)
     pair.optimize(torch.optim.AdamW, lr=0.1)
     pair.backward(rank, world_size)
     norms = [whole(nn.utils.clip_grad_norm_(each.parameters(), 0.5)) for each in pair.both]
@@ -83,6 +91,29 @@ def param_scalar(rank: int, world_size: int) -> None:
 @case("a weight that is not contiguous: refused or laid out anew")
 def param_transposed(rank: int, world_size: int) -> None:
     check_training(Transposed(), rank, world_size)
+
+
+class Nothing(nn.Module):
+    """Its only parameter has no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.nothing.sum()
+
+
+@case("a unit without elements, and layers without outputs or inputs: crashed, or lost their shape")
+def units_without_elements(rank: int, world_size: int) -> None:
+    def shard(model: nn.Sequential) -> None:
+        for unit in model:
+            fully_shard(unit)
+        fully_shard(model)
+
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 8), Nothing(), nn.Linear(8, 0), nn.Linear(0, 3)]
+    check_training(nn.Sequential(*layers), rank, world_size, shard)
 
 
 @case("frozen integer parameters in a unit that trains")

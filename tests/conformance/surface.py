@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -72,6 +73,30 @@ def other_method_registered(rank: int, world_size: int) -> None:
         fully_shard(model)
 
     check_one_step(CallsEncode(), rank, world_size, shard=shard)
+
+
+class ReadsBias(nn.Module):
+    """Reads a parameter of its child outside of the child's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.child, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x + self.child.bias)
+
+
+@case("a child's bias, read by its parent: a piece of it was broadcast")
+def bias_read_by_the_parent(rank: int, world_size: int) -> None:
+    def shard(model: ReadsBias) -> None:
+        fully_shard(model.child)
+        fully_shard(model)
+
+    model = ReadsBias()
+    shard(model)
+    with pytest.raises(RuntimeError, match=r"parameter 'child\.bias' \(6,\) is sharded"):
+        model(batch_of(rank))
 
 
 @case(
@@ -141,6 +166,38 @@ def dataclass_in_and_out(rank: int, world_size: int) -> None:
     assert batch.x.dtype == torch.float32
     assert output.ids.dtype == torch.int64
     output.hidden.float().pow(2).mean().backward()
+    assert_grads(model, grads_of(reference), limit=2e-2)
+
+
+class Named(NamedTuple):
+    x: Tensor
+    mask: Any
+    flags: Tensor
+
+
+class TakesNamed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, batch: Named, *, extra: dict[str, list[Tensor]]) -> Named:
+        assert [batch.x.dtype, batch.flags.dtype] == [torch.bfloat16, torch.bool]
+        assert extra["a"][0].dtype == torch.bfloat16
+        return Named(self.linear(batch.x), (None, {"flags": [batch.flags]}), batch.flags)
+
+
+@case("named tuples are not cast or lose their type; the caller's list is edited")
+def named_tuple_in_and_out(rank: int, world_size: int) -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
+    model = fully_shard(TakesNamed(), mp_policy=policy, reshard_after_forward=True)
+    batch, given = Named(batch_of(rank), None, torch.tensor([True])), [torch.ones(2)]
+    output = model(batch, extra={"a": given})
+    assert type(output) is Named
+    assert output.x.dtype == batch.x.dtype == given[0].dtype == torch.float32
+    output.x.pow(2).mean().backward()
+    reference = TakesNamed()
+    backward_of_all_ranks(reference, world_size, lambda m, x: mean_square(m.linear, x))
     assert_grads(model, grads_of(reference), limit=2e-2)
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from . import (
     backward,
+    environment,
     failures,
+    loading,
+    loops,
     ordinary,
     parameters,
     precision,
@@ -14,7 +17,19 @@ from . import (
     transforms,
 )
 
-THEMES = (ordinary, backward, failures, staleness, parameters, precision, surface, transforms)
+THEMES = (
+    ordinary,
+    backward,
+    loops,
+    failures,
+    staleness,
+    parameters,
+    precision,
+    loading,
+    surface,
+    transforms,
+    environment,
+)
 
 
 def run_case(rank: int, world_size: int, name: str) -> str | None:
