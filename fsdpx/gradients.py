@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import _C
+from . import _C, staging
 from .dtypes import dtype_code
 from .parameter import ShardedTensor
 from .torch_private import storage_use_count
@@ -122,17 +122,20 @@ class Gradients:
         added_later: dict[int, torch.Tensor] = {}
         target = self._partial_target if self._stays_in_replica else self._target
         places = {number: target(number, added_later) for number in numbers}
+        reduced = {number: self._on_device(*place) for number, place in places.items()}
         targets = []
-        for number, (flat, add) in places.items():
+        for number, (_, add) in places.items():
             source = accumulated[number].data_ptr() if number in accumulated else 0
-            targets.append((number, flat.data_ptr(), add, source))
+            targets.append((number, reduced[number].data_ptr(), add, source))
         comm = unit.comm
         reduction = unit.native.reduce(
             comm.stream, comm.native, comm.recorder, scale, targets, used
         )
-        flats = [flat for flat, _ in places.values()]
-        event = self._sum_over_replicas(flats) or reduction.event
-        comm.in_flight.add(event, (accumulated, flats))
+        event = self._sum_over_replicas(list(reduced.values())) or reduction.event
+        if unit.is_offloaded:
+            flats = {number: flat for number, (flat, _) in places.items() if not flat.is_cuda}
+            event = staging.bring_back(comm, [(f, reduced[n]) for n, f in flats.items()])
+        comm.in_flight.add(event, (accumulated, [flat for flat, _ in places.values()]))
         self.in_flight.append(_InFlight(reduction, event, added_later))
 
     def _sum_over_replicas(self, flats: list[torch.Tensor]) -> _C.Event | None:
@@ -170,10 +173,12 @@ class Gradients:
         for each in in_flight:
             self.unit.wait(each.event)
             used = [a or b for a, b in zip(used, each.reduction.used, strict=True)]
+            self.unit.wait_on_host(each.event)
             for number, flat in each.added_later.items():
                 if self.unit.all_reduce_hook is not None:
                     self.unit.all_reduce_hook(flat)
-                self.buffers[number].flat.add_(flat)
+                total = self.buffers[number].flat
+                total.add_(flat.to(total.device))
         self.unit.comm.in_flight.prune()  # full gradients go now, not at the next collective
         if self.partial:  # the other replicas have not heard of it yet
             self.partial_used = used
@@ -213,6 +218,13 @@ class Gradients:
 
     # ---- Details
 
+    def _on_device(self, flat: torch.Tensor, add: bool) -> torch.Tensor:
+        """`flat`, or what stands for it on the GPU where it is in CPU memory."""
+        unit = self.unit
+        if not unit.is_offloaded or flat.is_cuda:
+            return flat
+        return staging.copies(unit.comm, [flat])[0] if add else staging.room_for(unit.comm, flat)
+
     def _segments(self) -> list[int]:
         """Segments with a parameter that trains now."""
         trainable, segments = self.unit.trainable, self.unit.layout.segments
@@ -244,8 +256,9 @@ class Gradients:
             return flat, add
         if not add:
             flat.zero_()
-        added_later[number] = torch.empty_like(flat) if partial is None else partial
-        return added_later[number], partial is not None
+        room = torch.empty_like(flat, device=self.unit.device) if partial is None else partial
+        added_later[number] = room
+        return room, partial is not None
 
     def _partial_target(
         self, number: int, added_later: dict[int, torch.Tensor]
@@ -286,11 +299,9 @@ class Gradients:
 
     def _make_buffer(self, number: int) -> Buffer:
         layout, rank = self.unit.layout, self.unit.group.rank
-        segment = layout.segments[number]
-        dtype: Any = segment.dtype
-        flat = torch.empty(segment.shard_numel, dtype=dtype, device=self.unit.shards.device)
+        flat = self.unit.shards.empty(number)
         gradients = {}
-        for entry in segment.entries:
+        for entry in layout.segments[number].entries:
             start, length = layout.local_slice(entry.index, rank)
             spec = self.unit.parameters[entry.index].sharded._spec
             gradients[entry.index] = ShardedTensor(flat[start : start + length], spec)

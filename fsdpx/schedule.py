@@ -189,6 +189,8 @@ class Schedule:
         """The outermost forward has ended: units gathered on a wrong guess are freed."""
         if ok:
             self.residency.finish()
+        else:
+            self.residency.let_go()
         for around in self.around_forwards:
             around.after()
         self.residency.free_others(keep=self.residency.is_kept)
@@ -368,6 +370,8 @@ class Schedule:
                 if unit.phase is Phase.BACKWARD:
                     unit.to_phase(Phase.IDLE)
             self._progress.end_backward(ok=settled)
+            if not settled:
+                self.residency.let_go()
             self.residency.free_others(keep=lambda unit: unit.zero.keeps_after_backward)
 
     def _settle(self) -> None:
@@ -401,6 +405,8 @@ class Schedule:
 
     def finish_unshard(self, unit: Unit) -> None:
         unit.finish_gather()
+        if unit.gathered is not None:
+            unit.wait_on_host(unit.gathered.event)
         unit.native.swap_in()
 
     def reshard(self, unit: Unit) -> None:
