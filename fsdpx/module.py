@@ -83,10 +83,12 @@ class FSDPModule:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any module; gradients that were added up without synchronisation go, too."""
-        super().zero_grad(set_to_none)  # type: ignore[misc]
-        for unit in self._units(recurse=True):
+        for unit in self._units(
+            recurse=True
+        ):  # first: a failed backward may still write to `.grad`
             if unit.listener is not None:
                 unit.listener.forget_gradients([unit])
+        super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def reset_iter_state(self) -> None:
         """Forgets a step that was left in the middle by an exception; gradients that are not in

@@ -92,8 +92,8 @@ class Residency:
         self._latest.clear()
 
     def let_go(self) -> None:
-        """After a step that failed: gives copies from and to CPU memory, where the host may now
-        edit shards and gradients, a while to end. One that waits for a lost rank never does.
+        """After a backward that failed: gives copies to CPU memory, where the host may now clear
+        gradients, a while to end. One that waits for a lost rank never does.
         """
         offloaded = [unit for unit in self.levels if unit.is_offloaded and unit.gathered_bytes]
         for comm in {unit.comm for unit in offloaded}:

@@ -189,8 +189,6 @@ class Schedule:
         """The outermost forward has ended: units gathered on a wrong guess are freed."""
         if ok:
             self.residency.finish()
-        else:
-            self.residency.let_go()
         for around in self.around_forwards:
             around.after()
         self.residency.free_others(keep=self.residency.is_kept)
@@ -440,6 +438,8 @@ class Schedule:
 
     def forget_gradients(self, units: Iterable[Unit]) -> None:
         """Drops gradients that `.grad` does not show yet."""
+        if current_backward() == NO_BACKWARD:
+            self._end_abandoned()
         for unit in units:
             self.gradients[unit].forget()
         self._broken &= self._has_pending()

@@ -94,6 +94,9 @@ class CpuOperators(TorchDispatchMode):
             return NotImplemented  # subclasses have their own handlers first
         name, inputs = func._schema.name.split("::")[1], tensors_in(args, kwargs)
         device = device_of(inputs, kwargs)
+        if name == "to":  # inside a subclass's handler nothing has taken it apart yet
+            with self:
+                return func.decompose(*args, **kwargs)
         if device is None or func.namespace in PASSED_ON or name in NATIVE or func.is_view:
             return func(*args, **kwargs)
         if name == "copy_":
