@@ -5,7 +5,9 @@ parameters.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -122,26 +124,94 @@ class Gradients:
         added_later: dict[int, torch.Tensor] = {}
         target = self._partial_target if self._stays_in_replica else self._target
         places = {number: target(number, added_later) for number in numbers}
+        over_replicas = not self._stays_in_replica
+        reduction, event = self._issue(places, accumulated, scale, used, over_replicas)
+        self.in_flight.append(_InFlight(reduction, event, added_later))
+
+    def reduce_apart(
+        self, given: Mapping[int, torch.Tensor | None], scale: float
+    ) -> Callable[[], dict[int, ShardedTensor | None]]:
+        """Issues a reduction of whole gradients that do not go into `.grad`.
+
+        Args:
+            given: By parameter index; None: this rank has none.
+            scale: Of the sum over ranks, replicas included.
+
+        Returns:
+            Waits, and gives the sharded gradients; None for parameters without one on any rank.
+        """
+        unit = self.unit
+        numbers = sorted({unit.layout.place(index)[0] for index in given})
+        buffers = {number: self._make_buffer(number) for number in numbers}
+        places = {number: (made.flat, False) for number, made in buffers.items()}
+        used = [given.get(index) is not None for index in range(len(unit.parameters))]
+        kept = [managed.leaf.grad for managed in unit.parameters]
+        try:
+            for index, managed in enumerate(unit.parameters):
+                managed.leaf.grad = given.get(index)
+            reduction, event = self._issue(places, {}, scale, [*used, False], over_replicas=True)
+        finally:
+            for managed, gradient in zip(unit.parameters, kept, strict=True):
+                managed.leaf.grad = gradient
+        return functools.partial(self._finish_apart, given, buffers, reduction, event)
+
+    def _finish_apart(
+        self,
+        given: Iterable[int],
+        buffers: Mapping[int, Buffer],
+        reduction: _C.Reduction,
+        event: _C.Event,
+    ) -> dict[int, ShardedTensor | None]:
+        unit = self.unit
+        unit.wait(event)
+        used = reduction.used
+        unit.wait_on_host(event)
+        if unit.replicate_comm is not None:
+            used = unit.on_any_rank(used, unit.replicate_comm)
+        views = {i: view for made in buffers.values() for i, view in made.gradients.items()}
+        return {index: views[index] if used[index] else None for index in given}
+
+    def _issue(
+        self,
+        places: Mapping[int, tuple[torch.Tensor, bool]],
+        accumulated: Mapping[int, torch.Tensor],
+        scale: float,
+        used: list[bool],
+        over_replicas: bool,
+    ) -> tuple[_C.Reduction, _C.Event]:
+        """Issues a reduce-scatter and what follows it.
+
+        Args:
+            places: By segment: where its sum goes, and whether to add to what is there.
+            accumulated: By segment: full gradients, where the leaves' are not meant.
+            scale: Of the sum.
+            used: By parameter: whether this rank has a gradient.
+            over_replicas: Whether to sum over replicas too.
+
+        Returns:
+            The reduction, and the end of it all.
+        """
+        unit, comm = self.unit, self.unit.comm
         reduced = {number: self._on_device(*place) for number, place in places.items()}
         targets = []
         for number, (_, add) in places.items():
             source = accumulated[number].data_ptr() if number in accumulated else 0
             targets.append((number, reduced[number].data_ptr(), add, source))
-        comm = unit.comm
         reduction = unit.native.reduce(
             comm.stream, comm.native, comm.recorder, scale, targets, used
         )
-        event = self._sum_over_replicas(list(reduced.values())) or reduction.event
+        summed = self._sum_over_replicas(list(reduced.values())) if over_replicas else None
+        event = summed or reduction.event
         if unit.is_offloaded:
             flats = {number: flat for number, (flat, _) in places.items() if not flat.is_cuda}
             event = staging.bring_back(comm, [(f, reduced[n]) for n, f in flats.items()])
         comm.in_flight.add(event, (accumulated, [flat for flat, _ in places.values()]))
-        self.in_flight.append(_InFlight(reduction, event, added_later))
+        return reduction, event
 
     def _sum_over_replicas(self, flats: list[torch.Tensor]) -> _C.Event | None:
         """Issues the all-reduce of reduced shards over the replicas, behind the reduce-scatter."""
         unit, replicas = self.unit, self.unit.replicate_comm
-        if replicas is None or self._stays_in_replica:
+        if replicas is None:
             return None
         event = None
         for flat in flats:

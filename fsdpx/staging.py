@@ -7,19 +7,23 @@ memory belongs to that stream: torch gives it to the stream's next copies as soo
 dropped, in the stream's order. So one unit's share is there at a time, however far the host is
 ahead.
 
-The host knows no order with a stream. Where it may touch shards or gradients again it waits:
-`Unit.wait_on_host`.
+The host knows no order with a stream. Where it may touch shards or gradients again it waits, by
+`wait_on_host`.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 
 import torch
 
 from . import _C
 from .comm import Communicator
+from .errors import CommTimeout
 from .torch_private import outside_of_transforms
+
+_GLANCE = 0.1  # seconds, after which a waiting host looks whether the ranks went apart
 
 
 def room_for(comm: Communicator, flat: torch.Tensor) -> torch.Tensor:
@@ -43,3 +47,22 @@ def bring_back(comm: Communicator, pairs: Iterable[tuple[torch.Tensor, torch.Ten
         for flat, copy in pairs:
             flat.copy_(copy, non_blocking=True)
     return comm.stream.enqueue(lambda: None)
+
+
+def wait_on_host(comm: Communicator, event: _C.Event, unit: str) -> None:
+    """Blocks until what `event` ends has run on the GPU; raises what broke the communicator.
+
+    Args:
+        comm: On whose stream it runs.
+        event: Of a collective, or of copies.
+        unit: Whose; for the message.
+    """
+    begin = time.monotonic()
+    while not event.ended_within(_GLANCE):
+        _C.check_usable(comm.native)
+        if time.monotonic() - begin > comm.timeout:
+            raise CommTimeout(
+                f"fsdpx: unit '{unit}': a collective did not end within {comm.timeout:g} s: a rank "
+                "may be stuck; if it is only slow, raise the process group's time limit"
+            )
+    _C.check_usable(comm.native)

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdpx
-from fsdpx import CPUOffloadPolicy, fully_shard
+from fsdpx import CPUOffloadPolicy, DesyncError, fully_shard
 from fsdpx import FullyShardedDataParallel as FSDP
 
 pytestmark = [pytest.mark.simulation, pytest.mark.timeout(300)]
@@ -246,25 +246,41 @@ def test_replicas() -> None:
 # ---- What the host may touch, and when
 
 
+class Reader(nn.Module):
+    """Returns its weight, read by a kernel that the stream comes to in its own time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(100.0))
+
+    def forward(self) -> Tensor:
+        out = torch.empty(100, device="cuda")
+        fsdpx.ops.pack([self.weight.detach()], out)
+        return out
+
+
 def check_edits(rank: int, world_size: int) -> None:
     """A forward has read the shards when it returns, though the GPU is far behind."""
+    reader: Any = fully_shard(Reader(), offload_policy=CPUOffloadPolicy())
+    cudasim.configure(order="late")
+    out = reader()
+    with torch.no_grad():
+        reader.weight.zero_()
+    assert out.tolist() == list(range(100))
+    assert not reader().any()
+
+
+def check_unshard(rank: int, world_size: int) -> None:
     for order in ("late", "random"):
         cudasim.configure(order=order, seed=1)
         model = sharded(offload=True)
-        x = batch(rank)
+        before = whole(model[0])
+        model[0].unshard()
         with torch.no_grad():
-            expected = net().cuda()(x)
-            out = model(x)
-            for parameter in model.parameters():
-                parameter.mul_(2.0)
-            assert torch.equal(out, expected)
-            assert not torch.equal(model(x), expected)
-            before = whole(model[0])
-            model[0].unshard()
             for parameter in model[0].parameters():
                 parameter.zero_()
-            assert torch.equal(model[0][0].weight.cpu(), before[0])
-            model[0].reshard()
+        assert torch.equal(model[0][0].weight.cpu(), before[0])
+        model[0].reshard()
 
 
 def check_failures(rank: int, world_size: int) -> None:
@@ -293,6 +309,20 @@ def check_failures(rank: int, world_size: int) -> None:
     both(act)
 
 
+def check_ranks_apart(rank: int, world_size: int, comm: str) -> None:
+    """A host that waits for a GPU whose ranks went apart is told, and the way on works."""
+    model = sharded(offload=True, comm=comm)
+    x = batch(rank)
+    expected = model(x)
+    expected.square().sum().backward()
+    path = model if rank == 0 else nn.Sequential(model, model[2])
+    with pytest.raises(DesyncError, match="unit '2'"):
+        path(x).square().sum().backward()
+    model.reset_iter_state()
+    model.zero_grad()
+    assert torch.equal(model(x), expected)
+
+
 def check_memory(rank: int, world_size: int) -> None:
     """However far the host is ahead, one unit's share is on the GPU at a time."""
     cudasim.configure(order="late")
@@ -310,9 +340,14 @@ def check_memory(rank: int, world_size: int) -> None:
     assert torch.cuda.max_memory_allocated() - before <= share + 512 + outputs
 
 
-@pytest.mark.parametrize("act", [check_edits, check_failures, check_memory])
+@pytest.mark.parametrize("act", [check_edits, check_unshard, check_failures, check_memory])
 def test_the_host_and_the_stream(act: Callable[[int, int], None]) -> None:
     run_ranks(2, act, timeout=LIMIT)
+
+
+@pytest.mark.parametrize("comm", ["nvlink", "nccl", "c10d"])
+def test_ranks_apart(comm: str) -> None:
+    run_ranks(2, check_ranks_apart, comm, timeout=LIMIT)
 
 
 # ---- The life of a model
