@@ -345,7 +345,7 @@ def test_the_host_and_the_stream(act: Callable[[int, int], None]) -> None:
     run_ranks(2, act, timeout=LIMIT)
 
 
-@pytest.mark.parametrize("comm", ["nvlink", "nccl", "c10d"])
+@pytest.mark.parametrize("comm", ["nvlink", "nccl"])
 def test_ranks_apart(comm: str) -> None:
     run_ranks(2, check_ranks_apart, comm, timeout=LIMIT)
 
