@@ -25,7 +25,8 @@ import fsdpx
 from fsdpx import CPUOffloadPolicy, DesyncError, fully_shard
 from fsdpx import FullyShardedDataParallel as FSDP
 
-pytestmark = [pytest.mark.simulation, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
+simulated = pytest.mark.simulation
 LIMIT = 240.0
 WIDTH = 24
 
@@ -51,11 +52,13 @@ RUNS = {
     "stage 1": run(zero_stage=1, num_micro_batches=2),
     "stage 2": run(zero_stage=2, num_micro_batches=2),
     "frozen": run(frozen=True),
+    "converted": run(converted=True),
     "checkpointing": run(checkpoint=True, low=True),
     "replicas": run(4, replicas=2, num_micro_batches=2),
 }
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", RUNS)
 def test_numbers_do_not_depend_on_offload(name: str) -> None:
     world_size, training = RUNS[name]
@@ -232,6 +235,7 @@ def check_fsdp1(rank: int, world_size: int) -> None:
         assert_same(act(offloaded), act(plain))
 
 
+@simulated
 @pytest.mark.parametrize(
     "act", [check_places, check_gradients, check_optimizers, check_hooks, check_fsdp1]
 )
@@ -239,6 +243,7 @@ def test_steps(act: Callable[[int, int], None]) -> None:
     run_ranks(2, act, timeout=LIMIT)
 
 
+@simulated
 def test_replicas() -> None:
     run_ranks(4, check_replicas, timeout=LIMIT)
 
@@ -340,11 +345,13 @@ def check_memory(rank: int, world_size: int) -> None:
     assert torch.cuda.max_memory_allocated() - before <= share + 512 + outputs
 
 
+@simulated
 @pytest.mark.parametrize("act", [check_edits, check_unshard, check_failures, check_memory])
 def test_the_host_and_the_stream(act: Callable[[int, int], None]) -> None:
     run_ranks(2, act, timeout=LIMIT)
 
 
+@simulated
 @pytest.mark.parametrize("comm", ["nvlink", "nccl"])
 def test_ranks_apart(comm: str) -> None:
     run_ranks(2, check_ranks_apart, comm, timeout=LIMIT)
@@ -481,10 +488,12 @@ LIVES = [
 ]
 
 
+@simulated
 @pytest.mark.parametrize("act", LIVES)
 def test_life(act: Callable[[int, int], None]) -> None:
     run_ranks(2, act, timeout=LIMIT)
 
 
+@simulated
 def test_checkpoints(tmp_path: Path) -> None:
     run_ranks(2, check_checkpoints, tmp_path, timeout=LIMIT)
