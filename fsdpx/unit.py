@@ -315,21 +315,13 @@ class Unit:
         if self._followed != generation or not self.options.prefetch:
             comm.stream.follow(comm.stream.mark())
             self._followed = generation
-        plan = self._plan_gather
-        if self.is_offloaded:
-            staged = staging.copies(comm, self.shards.flat)
-            plan = self._make_gather_plan(staged)
+        staged = self.is_offloaded and staging.copies(comm, self.shards.flat)
+        plan = self._make_gather_plan(staged) if staged else self._plan_gather
         for mark in place.free_after:
             comm.stream.follow(mark)
         recording = comm.recorder.enabled
         issued = comm.stream.reached() if recording else time.monotonic_ns()
-        event = comm.native.all_gather(
-            comm.stream,
-            plan,
-            place.region,
-            place.offset,
-            comm.recorder,
-        )
+        event = comm.native.all_gather(comm.stream, plan, place.region, place.offset, comm.recorder)
         comm.in_flight.add(event, self.shards.flat)
         self.gathered = Pending(event, place, generation, issued)
         self._move(Storage.GATHERING)
@@ -375,9 +367,7 @@ class Unit:
         recorder.record("compute", self.name, "wait", begin, begin, end, 0)
 
     def wait_on_host(self, event: _C.Event) -> None:
-        """Blocks until a collective has read shards, or written gradients, that are in CPU memory:
-        `wait` lets a GPU's stream wait, and the host go on.
-        """
+        """Blocks until a collective has read or written what is in CPU memory beside a GPU."""
         if self.is_offloaded:
             staging.wait_on_host(self.comm, event, self.name)
 
