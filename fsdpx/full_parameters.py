@@ -77,6 +77,9 @@ def hold(
     """
     schedules = {unit: s for unit, s in schedules.items() if not unit.held and not is_copied(unit)}
     _check_idle(schedules)
+    if with_grads:
+        for unit, schedule in schedules.items():
+            schedule.gradients[unit].check_none_waits()
     for unit, schedule in schedules.items():
         schedule.unshard(unit)
         unit.held = True

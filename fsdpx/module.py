@@ -83,9 +83,8 @@ class FSDPModule:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any module; gradients that were added up without synchronisation go, too."""
-        for unit in self._units(
-            recurse=True
-        ):  # first: a failed backward may still write to `.grad`
+        # First: a backward that failed may still write to `.grad`.
+        for unit in self._units(recurse=True):
             if unit.listener is not None:
                 unit.listener.forget_gradients([unit])
         super().zero_grad(set_to_none)  # type: ignore[misc]
