@@ -236,6 +236,7 @@ TEST(places_and_sizes_are_compared) {
   differ([](GatherOp& op) { op.place.offset = 64; });
   differ([](GatherOp& op) { op.segments[0].numel = 9; });
   differ([](GatherOp& op) { op.segments[0].dst_dtype = DType::kBFloat16; });
+  differ([](GatherOp& op) { op.contents = 7; });
 }
 
 TEST(a_rank_that_never_comes_is_a_timeout_everywhere) {
