@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import os
+import weakref
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from ..errors import DesyncError
+from ..errors import CommTimeout
 
 T = TypeVar("T")
+
+LONGEST_SECONDS = 10 * 365 * 24 * 3600.0
+
+# How often this rank has met the others of a group.
+_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -34,19 +41,43 @@ class Kind:
     way: str = ""
 
 
+def meet(group: dist.ProcessGroup, what: str, limit: float) -> None:
+    """Waits until all ranks have come to do `what`, through the group's store. Collective.
+
+    Raises:
+        CommTimeout: Not all came within `limit` seconds; names those that did not.
+    """
+    rank, size = group.rank(), group.size()
+    if size == 1:
+        return
+    try:
+        store = group.get_group_store()
+    except (AttributeError, RuntimeError):
+        return  # a group without one: its own collectives, which come next, have a limit
+    number = _meetings[group] = _meetings.get(group, 0) + 1
+    keys = [f"fsdpx/meeting/{number}/{r}" for r in range(size)]
+    store.set(keys[rank], what)
+    try:
+        store.wait(keys, timedelta(seconds=min(limit, LONGEST_SECONDS)))
+    except RuntimeError:
+        absent = [r for r in range(size) if not store.check([keys[r]])]
+        store.delete_key(keys[rank])  # who comes now waits for this rank to come again
+        _meetings[group] = number - 1
+        if not absent:
+            raise
+        names = ", ".join(map(str, absent))
+        raise CommTimeout(
+            f"fsdpx: rank {rank} is to {what}; of {size} ranks, {names} did not come within "
+            f"{limit:g} s; raise the time limit if they are only slow"
+        ) from None
+
+
 def tell(group: dist.ProcessGroup, mine: T) -> list[T]:
     """Every rank's value, in rank order. Collective."""
     if group.size() == 1:
         return [mine]
     all_of_them: list[T | None] = [None] * group.size()
-    try:
-        dist.all_gather_object(all_of_them, mine, group=group)
-    except RuntimeError as error:
-        raise DesyncError(
-            "fsdpx: the ranks of a process group connect, and some rank did not come, raised or "
-            "has left: all ranks must shard the same model, and begin its first forward together "
-            f"({error})"
-        ) from error
+    dist.all_gather_object(all_of_them, mine, group=group)
     return [one for one in all_of_them if one is not None]
 
 
