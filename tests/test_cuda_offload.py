@@ -438,6 +438,26 @@ def check_copies(rank: int, world_size: int) -> None:
     assert next(copy.deepcopy(sharded(offload=True)).parameters()).to_local().is_pinned()
 
 
+def check_trained_before(rank: int, world_size: int) -> None:
+    """A model that trained on the GPU before: its gradients and optimizer state move, too."""
+
+    def train(offload: bool) -> list[Tensor]:
+        model: Any = net().cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model(batch(0)).square().sum().backward()
+        optimizer.step()
+        policy = CPUOffloadPolicy() if offload else None
+        mesh = dist.init_device_mesh("cuda", (world_size,))
+        fully_shard(model, mesh=mesh, offload_policy=policy)
+        gradients = whole_gradients(model)
+        optimizer.step()
+        model(batch(rank)).square().sum().backward()
+        optimizer.step()
+        return [*gradients, *whole(model), *whole_gradients(model)]
+
+    assert_same(train(offload=True), train(offload=False))
+
+
 def check_meta(rank: int, world_size: int) -> None:
     mesh = dist.init_device_mesh("cuda", (world_size,))
     with torch.device("meta"):
@@ -482,6 +502,7 @@ def check_nccl_alone(rank: int, world_size: int) -> None:
 LIVES = [
     check_whole_parameters,
     check_copies,
+    check_trained_before,
     check_meta,
     check_without_a_mesh,
     check_nccl_alone,
