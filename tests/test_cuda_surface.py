@@ -423,11 +423,7 @@ def front_door_options(device: str) -> Any:
         "sync_module_states": True,
     }
     half = fsdpx.MixedPrecision(torch.bfloat16, torch.float32, cast_root_forward_inputs=True)
-    model = Model(recompute=True)
-    ignored = [model.head]
-    model = fsdpx.FullyShardedDataParallel(
-        model, mixed_precision=half, ignored_modules=ignored, **options
-    )
+    model = fsdpx.FullyShardedDataParallel(Model(recompute=True), mixed_precision=half, **options)
     losses = train(model, sgd(model), device)
     with torch.device("meta"):
         later = Model(recompute=False)
