@@ -81,6 +81,7 @@ class Gradients:
     partial_used: list[bool] = field(default_factory=list)  # parameters with one in `partial`
     waiting: dict[int, WaitingGradient] = field(default_factory=dict)  # in `.grad` of parameters
     _shown: dict[int, WaitingGradient] = field(default_factory=dict)  # kept from step to step
+    _with_graph: bool = False  # whether the last backward made a graph of gradients
     in_flight: list[_InFlight] = field(default_factory=list)
     written: set[int] = field(default_factory=set)  # segments that hold this backward's gradients
     waited: set[int] = field(default_factory=set)  # of these, segments with earlier ones, too
@@ -328,10 +329,22 @@ class Gradients:
                 trains = trains or number in self.waited
                 if used[index] and parameter.grad is not gradient and trains:
                     parameter.grad = gradient
+        self._mark_graphless()
         self.written.clear()
         self.waited.clear()
         self._run_hooks(used)
         return Delivered(any(used), read, news)
+
+    def _mark_graphless(self) -> None:
+        """Lets gradients of a backward with create_graph=True require grad: the sum over ranks is
+        not part of the graph, so that they must not become part of a loss.
+        """
+        with_graph = self.unit.native.took_graph()
+        if with_graph or self._with_graph:
+            for number in self.written:
+                for gradient in self.buffers[number].gradients.values():
+                    gradient.requires_grad_(with_graph)
+        self._with_graph = with_graph
 
     def drop(self) -> None:
         """Forgets the gradients of a backward that failed."""
