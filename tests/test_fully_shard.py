@@ -299,7 +299,7 @@ def test_modules_that_cannot_be_units_are_refused() -> None:
 
 TAKES_MODULES = {
     "pickle": (pickle.dumps, "cannot be pickled.* save .*state_dict"),
-    "copy": (copy.copy, "copied by copy.copy.* use copy.deepcopy"),
+    "copy": (copy.copy, "cannot be pickled, nor copied by copy.copy.* use copy.deepcopy"),
     "script": (torch.jit.script, "can't be compiled by torch.jit.script"),
     "trace": (lambda model: torch.jit.trace(model, batch()), "can't be traced"),
     "export": (lambda model: torch.export.export(model, (batch(),)), "can't be traced or exported"),
