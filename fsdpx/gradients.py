@@ -178,15 +178,17 @@ class Gradients:
 
     def settle_waiting(self) -> None:
         """Takes over what the user did to gradients that wait."""
-        for index, shown in list(self.waiting.items()):
-            dropped = self._parameter(index).grad is not shown
+        dropped = {i for i, shown in self.waiting.items() if self._parameter(i).grad is not shown}
+        if dropped == self.waiting.keys():
             if dropped:
-                self.waiting.pop(index).before = None
-            if dropped or shown.is_zeroed:
-                self._clear_waiting(index, dropped)
-                shown.is_zeroed = False
-            if not self.waiting:  # all are dropped
                 self.forget()
+            return
+        for index, shown in list(self.waiting.items()):
+            if index in dropped or shown.is_zeroed:
+                self._clear_waiting(index, index in dropped)
+                shown.is_zeroed = False
+            if index in dropped:
+                self.waiting.pop(index).before = None
 
     def _clear_waiting(self, index: int, dropped: bool) -> None:
         """Sets what waits for one parameter to zero."""
