@@ -64,6 +64,14 @@ class Unit {
   // held weakly.
   void set_owner(pybind11::object owner) { owner_ = pybind11::weakref(std::move(owner)); }
 
+  // ---- The full parameters' memory
+  // `data` holds `num_bytes` of them. `newer`: other values than were attached before; what
+  // autograd saved of those must not be read, as after an edit in place.
+  void attach(void* data, bool newer);
+  void detach();
+  bool edited() const { return version() != version_; }  // a leaf, in place, since attach()
+  void forget_edits() { version_ = version(); }
+
   // ---- Reading in backward
   bool ready() const { return storage_.attached() && !notify_; }
   void access();  // asks the owner to gather when a backward is running
@@ -80,8 +88,6 @@ class Unit {
   void forget_backward() { num_missing_.clear(); }
   void drop_gradients();
   std::vector<bool> has_gradients() const;
-  int64_t gradient_version()
-      const;  // sum of the leaves' version counters: moves when a full parameter is edited in place
 
   // Adds the leaves' gradients to flat buffers (in the accumulator dtype; `first`: overwrites) and
   // drops them.
@@ -97,6 +103,7 @@ class Unit {
  private:
   friend struct GradientArrival;
   void arrived();
+  int64_t version() const;  // sum of the leaves' version counters
   void call_owner(const char* method);
   std::vector<ConstSpan> take_gradients(const SegmentLayout& segment,
                                         std::vector<at::Tensor>& keep_alive);
@@ -107,6 +114,7 @@ class Unit {
   std::vector<SegmentLayout> segments_;
   pybind11::object owner_;
   bool notify_ = false;
+  int64_t version_ = 0;
   std::vector<at::Tensor> leaves_;
   std::vector<std::shared_ptr<void>>
       accumulators_;  // keeps the AccumulateGrad nodes that carry our hooks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,8 @@ from torch import nn
 from .layout import UnitLayout
 from .mesh import ShardGroup
 from .parameter import ShardedTensor, Spec, Traits, take_over, traits_of
+
+_PIECE = operator.attrgetter("_local")
 
 
 @dataclass
@@ -53,28 +56,30 @@ class Shards:
 
     Attributes:
         flat: One 1-D tensor per segment, `shard_numel` elements of the original dtype.
+        parameters: The sharded ones, in the unit's order.
         device: Where they are (and their gradients).
     """
 
     def __init__(
         self,
-        parameters: Sequence[Managed],
+        managed: Sequence[Managed],
         layout: UnitLayout,
         group: ShardGroup,
         device: torch.device,
     ) -> None:
-        self._parameters = parameters
+        self._managed = managed
         self._layout = layout
         self._group = group
         self.device = device
         self._earlier = 0  # generation of shards that `rehome` has replaced
         self.flat = self._make_flat(self._device_of_originals())
         self._take_originals()
-        self._pieces = [managed.sharded.to_local() for managed in parameters]
+        self.parameters = [each.sharded for each in managed]
+        self._pieces = list(map(_PIECE, self.parameters))
 
     def _device_of_originals(self) -> torch.device:
-        on_meta = [managed.name for managed in self._parameters if original_of(managed).is_meta]
-        if on_meta and len(on_meta) < len(self._parameters):
+        on_meta = [managed.name for managed in self._managed if original_of(managed).is_meta]
+        if on_meta and len(on_meta) < len(self._managed):
             raise ValueError(
                 f"fully_shard: parameter '{on_meta[0]}' is on the meta device, though others of "
                 "its unit are not: initialise it first, or the whole unit after sharding"
@@ -92,7 +97,7 @@ class Shards:
     def _take_originals(self) -> None:
         """Keeps this rank's piece of every parameter and lets the originals go."""
         with torch.no_grad():
-            for index, managed in enumerate(self._parameters):
+            for index, managed in enumerate(self._managed):
                 original, piece = original_of(managed), self._piece(index)
                 if isinstance(original, ShardedTensor):
                     piece.copy_(original.to_local())
@@ -102,7 +107,7 @@ class Shards:
                 managed.original = None
 
     def _take(self, index: int, original: nn.Parameter, piece: torch.Tensor) -> None:
-        managed, rank = self._parameters[index], self._group.rank
+        managed, rank = self._managed[index], self._group.rank
         ranges = self._layout.ranges(index)
         begin, end = ranges[rank]
         if original.device.type != "meta":
@@ -123,7 +128,10 @@ class Shards:
     @property
     def generation(self) -> int:
         """Moves with every in-place change and with `rehome`."""
-        return self._earlier + sum(flat._version for flat in self.flat)
+        generation = self._earlier
+        for flat in self.flat:
+            generation += flat._version
+        return generation
 
     def rehome(self, unit: str) -> bool:
         """Moves pieces that `Module._apply` replaced (`.to_empty()`, `.to()`) into new flat shards.
@@ -137,21 +145,18 @@ class Shards:
         Raises:
             RuntimeError: A piece has another dtype, or is on another device.
         """
-        for managed, piece in zip(self._parameters, self._pieces, strict=True):
-            if managed.sharded.to_local() is not piece:
-                break
-        else:
+        if all(map(operator.is_, map(_PIECE, self.parameters), self._pieces)):
             return False
-        for index, managed in enumerate(self._parameters):
+        for index, managed in enumerate(self._managed):
             self._check_replaced(unit, index, managed)
         self._earlier = self.generation + 1
         with torch.no_grad():
             self.flat = self._make_flat(self.device)
-            for index, managed in enumerate(self._parameters):
+            for index, managed in enumerate(self._managed):
                 piece = self._piece(index)
                 piece.copy_(managed.sharded.to_local())
                 managed.sharded._local = piece
-        self._pieces = [managed.sharded.to_local() for managed in self._parameters]
+        self._pieces = list(map(_PIECE, self.parameters))
         return True
 
     def _check_replaced(self, unit: str, index: int, managed: Managed) -> None:
