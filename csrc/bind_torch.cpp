@@ -66,6 +66,7 @@ void bind_unit(py::module_& m) {
       .def(py::init(&make_unit), py::arg("name"), py::arg("gathered_bytes"), py::arg("device"),
            py::arg("segments"))
       .def("set_owner", &Unit::set_owner)
+      .def_static("owner_of", &Unit::owner_of)
       .def("set_names", &set_names)
       .def(
           "attach",

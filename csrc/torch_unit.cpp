@@ -91,7 +91,7 @@ int64_t Unit::num_expected() const {
     if (!in_graph->count(node)) continue;
     if (!exec_info->empty()) {  // backward(inputs=...) or autograd.grad: only some nodes run
       const auto info = exec_info->find(node);
-      if (info == exec_info->end() || !info->second.should_execute()) continue;
+      if (info == exec_info->end() || !info->second.needed_) continue;
     }
     ++count;
   }
@@ -109,6 +109,11 @@ void Unit::arrived() {
     num_missing_.erase(missing);
     call_owner("on_gradients");
   }
+}
+
+py::object Unit::owner_of(const at::Tensor& tensor) {
+  const Unit* unit = unit_of(tensor.unsafeGetTensorImpl());
+  return unit && !unit->owner_.is_none() ? unit->owner_() : py::none();
 }
 
 void Unit::drop_gradients() {

@@ -63,6 +63,8 @@ class Unit {
   // The Python object whose methods `on_access`, `on_first_gradient` and `on_gradients` are called;
   // held weakly.
   void set_owner(pybind11::object owner) { owner_ = pybind11::weakref(std::move(owner)); }
+  // The owner of the unit whose storage `tensor` views, or None.
+  static pybind11::object owner_of(const at::Tensor& tensor);
 
   // ---- The full parameters' memory
   // `data` holds `num_bytes` of them. `newer`: other values than were attached before; what
@@ -84,7 +86,7 @@ class Unit {
   void add_leaf(const at::Tensor& leaf) { leaves_.push_back(leaf); }
   void watch(int64_t leaf);  // from now on the leaf's gradients are counted; the leaf requires grad
   int64_t num_expected()
-      const;  // leaves whose gradient the running backward will still compute or has computed
+      const;  // leaves whose gradient the running backward accumulates, or has accumulated
   void forget_backward() { num_missing_.clear(); }
   void drop_gradients();
   std::vector<bool> has_gradients() const;

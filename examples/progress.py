@@ -8,11 +8,15 @@ import shutil
 import sys
 import time
 
+import torch
+
 BAR_WIDTH = 24
 
 
-def peak_memory_mib() -> float:
-    """Most memory that this process has held so far."""
+def peak_memory_mib(device: torch.device) -> float:
+    """Most memory that this process has held so far; on a GPU, most that torch has given out."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10  # bytes there, KiB here
 
@@ -25,11 +29,12 @@ class Status:
     loss: float
     tokens_per_second: float
     exposed: float  # part of the step in which communication was exposed, 0 to 1
+    memory_mib: float  # at most so far
 
     def __str__(self) -> str:
         return (
             f"loss {self.loss:.4f}  {self.tokens_per_second:8,.0f} tokens/s  "
-            f"exposed {100 * self.exposed:4.1f} %  peak {peak_memory_mib():.0f} MiB"
+            f"exposed {100 * self.exposed:4.1f} %  peak {self.memory_mib:.0f} MiB"
         )
 
 

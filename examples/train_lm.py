@@ -14,14 +14,13 @@ import contextlib
 import dataclasses
 import functools
 import math
-import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from data import batch, load_corpus
+from launch import choose_device, process_group
 from model import GPT, GPTConfig, next_byte_loss
 from progress import Progress, Status, peak_memory_mib
 from reference import Batch, Reference, update
@@ -33,7 +32,7 @@ from fsdpx import MixedPrecisionPolicy, fully_shard
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a byte-level GPT with fsdpx.")
     run = parser.add_argument_group("run")
     run.add_argument("--steps", type=int, default=80)
@@ -41,6 +40,7 @@ def parse_arguments() -> argparse.Namespace:
     run.add_argument("--grad-accumulation", type=int, default=1, help="backwards per step")
     run.add_argument("--lr", type=float, default=2e-3)
     run.add_argument("--clip", type=float, default=1.0, help="largest gradient norm; 0: no limit")
+    run.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--data", type=Path, help="file or folder (default: Python's own sources)")
     run.add_argument("--out", type=Path, default=Path("out"), help="folder for the timeline")
@@ -67,21 +67,8 @@ def parse_arguments() -> argparse.Namespace:
         help="ZeRO stage; 3: free parameters after forward, 1 and 2: keep them until they change",
     )
     shard.add_argument("--prefetch", type=int, default=1, help="units gathered ahead")
-    shard.add_argument("--comm", default="auto", help="auto, shm or c10d")
-    return parser.parse_args()
-
-
-@contextlib.contextmanager
-def process_group() -> Iterator[tuple[int, int]]:
-    """(rank, number of ranks): of torchrun's process group, or (0, 1) without torchrun."""
-    if "RANK" not in os.environ:
-        yield 0, 1
-        return
-    dist.init_process_group("gloo")
-    try:
-        yield dist.get_rank(), dist.get_world_size()
-    finally:
-        dist.destroy_process_group()
+    shard.add_argument("--comm", default="auto", help="auto, c10d, shm; on GPUs nvlink, nccl")
+    return parser.parse_args(arguments)
 
 
 def shard(model: GPT, args: argparse.Namespace) -> None:
@@ -104,11 +91,14 @@ def shard(model: GPT, args: argparse.Namespace) -> None:
 class Trainer:
     """One rank's training loop, a step at a time."""
 
-    def __init__(self, args: argparse.Namespace, rank: int, world_size: int) -> None:
-        self.args, self.rank, self.world_size = args, rank, world_size
+    def __init__(
+        self, args: argparse.Namespace, device: torch.device, rank: int, world_size: int
+    ) -> None:
+        self.args, self.device, self.rank, self.world_size = args, device, rank, world_size
         self.corpus = load_corpus(args.data)
         torch.manual_seed(args.seed)  # all ranks start from the same weights
-        self.model = GPT(GPTConfig(args.context, args.layers, args.width, args.heads))
+        config = GPTConfig(args.context, args.layers, args.width, args.heads)
+        self.model = GPT(config).to(device)
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
         self.reference = None
         if args.check_reference and rank == 0:
@@ -125,7 +115,7 @@ class Trainer:
         """The micro-batches of a rank in a step; any rank can ask for any rank's."""
         args = self.args
         first = step * args.grad_accumulation
-        return [
+        drawn = (
             batch(
                 self.corpus,
                 seed=args.seed,
@@ -135,12 +125,13 @@ class Trainer:
                 context=args.context,
             )
             for index in range(first, first + args.grad_accumulation)
-        ]
+        )
+        return [(x.to(self.device), y.to(self.device)) for x, y in drawn]
 
     def compute_gradients(self, step: int) -> float:
         """Forward and backward of a step; returns the loss, averaged over all ranks."""
         batches = self.batches(step, self.rank)
-        total = torch.zeros(())
+        total = torch.zeros((), device=self.device)
         for number, (inputs, targets) in enumerate(batches):
             self.model.set_requires_gradient_sync(number == len(batches) - 1)
             loss = next_byte_loss(self.model(inputs), targets)
@@ -215,7 +206,9 @@ def train(trainer: Trainer) -> Result:
             result.timeline = timeline
             exposed = timeline.summary().exposed_fraction
             recent = result.seconds[-args.log_every :]
-            progress.show(Status(step + 1, loss, tokens * len(recent) / sum(recent), exposed))
+            rate = tokens * len(recent) / sum(recent)
+            memory = peak_memory_mib(trainer.device)
+            progress.show(Status(step + 1, loss, rate, exposed, memory))
     return result
 
 
@@ -228,7 +221,7 @@ def summarise(trainer: Trainer, result: Result) -> None:
     print(
         f"\nloss {result.losses[0]:.4f} -> {sum(last) / len(last):.4f} nats per byte (mean of the "
         f"last {len(last)} steps) in {args.steps} steps of {1e3 * steady:.0f} ms (median), "
-        f"{tokens / steady:,.0f} tokens/s, peak {peak_memory_mib():.0f} MiB"
+        f"{tokens / steady:,.0f} tokens/s, peak {peak_memory_mib(trainer.device):.0f} MiB"
     )
     timeline = result.timeline
     if timeline is not None and timeline.records:
@@ -247,15 +240,16 @@ def summarise(trainer: Trainer, result: Result) -> None:
         print(f"wrote {args.out / 'timeline.svg'} and {args.out / 'trace.json'}")
 
 
-def main() -> None:
-    args = parse_arguments()
-    with process_group() as (rank, world_size):
-        trainer = Trainer(args, rank, world_size)
+def main(arguments: list[str] | None = None) -> None:
+    args = parse_arguments(arguments)
+    device = choose_device(args.device)
+    with process_group(device) as (rank, world_size):
+        trainer = Trainer(args, device, rank, world_size)
         description = fsdpx.describe(trainer.model)
         if rank == 0:
             print(
                 f"{trainer.num_parameters:,} parameters in {args.dtype} on {world_size} rank(s), "
-                f"{len(trainer.corpus):,} bytes of text\n{description}",
+                f"{device.type}, {len(trainer.corpus):,} bytes of text\n{description}",
                 flush=True,
             )
         result = train(trainer)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import (
     attributes,
+    backward_inputs,
     changes,
     comm,
     gradients,
@@ -72,6 +73,7 @@ def __getattr__(name: str) -> Any:
 
 leave_to_eager(
     attributes,
+    backward_inputs,
     changes,
     gradients,
     hooks,

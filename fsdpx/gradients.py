@@ -5,8 +5,10 @@ parameters.
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -134,14 +136,67 @@ class Gradients:
             comm.stream, comm.native, comm.recorder, scale, targets, used
         )
         flats = [flat for flat, _ in places.values()]
-        event = self._sum_over_replicas(flats) or reduction.event
+        summed = None if self._stays_in_replica else self._sum_over_replicas(flats)
+        event = summed or reduction.event
         comm.in_flight.add(event, (accumulated, flats))
         self.in_flight.append(_InFlight(reduction, event, added_later))
+
+    def reduce_apart(
+        self, given: Mapping[int, torch.Tensor | None], scale: float
+    ) -> Callable[[], dict[int, ShardedTensor | None]]:
+        """Issues a reduction of whole gradients that do not go into `.grad`.
+
+        Args:
+            given: By parameter index; None: this rank has none.
+            scale: Of the sum over ranks, replicas included.
+
+        Returns:
+            Waits, and gives the sharded gradients; None for parameters without one on any rank.
+        """
+        unit = self.unit
+        numbers = sorted({unit.layout.place(index)[0] for index in given})
+        buffers = {number: self._make_buffer(number) for number in numbers}
+        targets = [(number, made.flat.data_ptr(), False, 0) for number, made in buffers.items()]
+        used = [given.get(index) is not None for index in range(len(unit.parameters))]
+        kept = [managed.leaf.grad for managed in unit.parameters]
+        try:
+            for index, managed in enumerate(unit.parameters):
+                managed.leaf.grad = given.get(index)
+            reduction = unit.native.reduce(
+                unit.comm.stream,
+                unit.comm.native,
+                unit.comm.recorder,
+                scale,
+                targets,
+                [*used, False],
+            )
+        finally:
+            for managed, gradient in zip(unit.parameters, kept, strict=True):
+                managed.leaf.grad = gradient
+        flats = [made.flat for made in buffers.values()]
+        event = self._sum_over_replicas(flats) or reduction.event
+        unit.comm.in_flight.add(event, (buffers, flats))
+        return functools.partial(self._finish_apart, given, buffers, reduction, event)
+
+    def _finish_apart(
+        self,
+        given: Iterable[int],
+        buffers: Mapping[int, Buffer],
+        reduction: _C.Reduction,
+        event: _C.Event,
+    ) -> dict[int, ShardedTensor | None]:
+        unit = self.unit
+        unit.wait(event)
+        used = reduction.used
+        if unit.replicate_comm is not None:
+            used = unit.on_any_rank(used, unit.replicate_comm)
+        views = {i: view for made in buffers.values() for i, view in made.gradients.items()}
+        return {index: views[index] if used[index] else None for index in given}
 
     def _sum_over_replicas(self, flats: list[torch.Tensor]) -> _C.Event | None:
         """Issues the all-reduce of reduced shards over the replicas, behind the reduce-scatter."""
         unit, replicas = self.unit, self.unit.replicate_comm
-        if replicas is None or self._stays_in_replica:
+        if replicas is None:
             return None
         event = None
         for flat in flats:

@@ -10,8 +10,9 @@ bfloat16, float8_e4m3fn and float8_e5m2 can only be copied so.
 Arguments are tensors or anything with `__dlpack__` (numpy and cupy arrays), all on one device. They
 may have any shape and strides: what is not contiguous goes through a contiguous copy. Nothing here
 is differentiable. On CPU the passes are native and run without the GIL. On CUDA they are enqueued
-on torch's current stream and nothing waits; an array of another library must be ready for that
-stream. On other devices, and in builds without CUDA, torch's operators do the same.
+on torch's current stream and nothing waits: DLPack makes arrays of other libraries ready for that
+stream, and a library that reads results or frees memory on another stream has to wait for it. On
+other devices, and in builds without CUDA, torch's operators do the same.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ class _Call:
                 )
             try:
                 value = from_dlpack(value)
-            except (BufferError, RuntimeError, TypeError, ValueError) as error:
+            # A torch without CUDA asserts that an array of a GPU is none.
+            except (AssertionError, BufferError, RuntimeError, TypeError, ValueError) as error:
                 raise self.fail(f"{name} cannot be shared by DLPack: {error}") from error
         if value.layout is not torch.strided:
             raise self.fail(

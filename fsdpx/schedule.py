@@ -368,7 +368,11 @@ class Schedule:
                 if unit.phase is Phase.BACKWARD:
                     unit.to_phase(Phase.IDLE)
             self._progress.end_backward(ok=settled)
-            self.residency.free_others(keep=lambda unit: unit.zero.keeps_after_backward)
+            self.free_after_backward()
+
+    def free_after_backward(self) -> None:
+        """Frees what need not be gathered until the next forward."""
+        self.residency.free_others(keep=lambda unit: unit.zero.keeps_after_backward)
 
     def _settle(self) -> None:
         for unit in reversed(self.units):  # gradients came, though not all that were expected

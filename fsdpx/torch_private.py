@@ -5,7 +5,9 @@ The native half's are in csrc/torch_*.
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -39,6 +41,39 @@ def swap_content(a: torch.Tensor, b: torch.Tensor) -> None:
     a.__class__, b.__class__ = b.__class__, a.__class__
     a.__dict__, b.__dict__ = b.__dict__, a.__dict__
     torch._C._swap_tensor_impl(a, b)
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is one of many that torch's vmap runs as one."""
+    legacy = torch._C._dispatch_key_parse("Batched")
+    is_legacy = torch._C._dispatch_keys(tensor).has(legacy)
+    return is_legacy or bool(torch._C._functorch.is_batchedtensor(tensor))
+
+
+def wrap_backward(run: Callable[..., Any], leaf_of: Callable[[Any], Any]) -> None:
+    """Puts functions between torch's backward functions and what they look up in graphs.
+
+    Args:
+        run: Called in place of torch's runner of backwards, with it before its arguments.
+        leaf_of: Gives the tensor whose gradient edge is that of a tensor.
+    """
+    graph: Any = torch.autograd.graph
+    if hasattr(graph._engine_run_backward, "_fsdpx"):
+        return
+    running, node_of = graph._engine_run_backward, graph._get_grad_fn_or_grad_acc
+
+    @functools.wraps(running)
+    def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return run(running, outputs, *args, **kwargs)
+
+    @functools.wraps(node_of)
+    def node(tensor: Any) -> Any:
+        return node_of(leaf_of(tensor))
+
+    run_backward._fsdpx = True  # type: ignore[attr-defined]
+    front: Any = torch.autograd
+    front._engine_run_backward = run_backward
+    graph._engine_run_backward, graph._get_grad_fn_or_grad_acc = run_backward, node
 
 
 def leave_to_eager(*what: Any) -> None:

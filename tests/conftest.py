@@ -18,9 +18,13 @@ def missing_gpu() -> str | None:
     """Why tests on a GPU cannot run here, or None when they can."""
     import torch
 
+    from fsdpx import _C
+
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
-    return None if torch.cuda.is_available() else "no CUDA device is visible"
+    if not torch.cuda.is_available():
+        return "no CUDA device is visible"
+    return None if _C.has_cuda else "fsdpx is built without CUDA: its build found no nvcc"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,7 +6,8 @@
         results = run_ranks(2, check_sum, 3)            # results[r] is what rank r returned
 
 The workers of one world size share one process group, made once (the default group): gloo, and
-nccl for CUDA tensors where there is CUDA, real or simulated. Ranks share GPUs when there are fewer.
+nccl for CUDA tensors where there is CUDA, real or simulated. Ranks share GPUs when there are fewer;
+a test whose ranks fail because these GPUs cannot do what it asks for is skipped, with the reason.
 What a rank raises comes back as `RankError`. After a failure, a crash or a passed time limit the
 workers are killed, and the next call starts new ones.
 """
@@ -16,9 +17,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import itertools
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
 import threading
 import time
@@ -28,11 +31,18 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import cudasim
 import pytest
 from cudasim.jobs import job, new_session
 
 START_LIMIT = 120.0  # seconds: importing torch on a busy machine
 GRACE = 5.0  # seconds that other ranks get after one has failed
+# Of NCCL 2.30 and later, for several ranks on one GPU.
+SHARED_GPUS = {
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MAX_CTAS": "2",
+}
 
 
 @dataclass(frozen=True)
@@ -63,9 +73,33 @@ def run_ranks(
         pool = _pools[world_size] = _Pool(world_size)
     try:
         return pool.run(fn, args, timeout)
-    except BaseException:
+    except BaseException as error:
         stop_pool(world_size)
+        if (reason := refused(world_size, str(error))) is not None:
+            pytest.skip(reason)
         raise
+
+
+def refused(world_size: int, text: str) -> str | None:
+    """What GPUs of this machine cannot do, if that is why ranks failed."""
+    import torch
+
+    if cudasim.active or not torch.cuda.is_available():
+        return None
+    num_gpus = torch.cuda.device_count()
+    if num_gpus < world_size and re.search("Duplicate GPU|using the same GPU", text):
+        return f"NCCL {torch.cuda.nccl.version()} refuses several ranks on one GPU"
+    gpus = range(min(num_gpus, world_size))
+    apart = [(a, b) for a, b in itertools.permutations(gpus, 2) if not _is_peer(a, b)]
+    if apart and (impossible := re.search("kind 'nvlink.* is impossible.*|not nvlink: .*", text)):
+        return f"GPUs {apart[0]} cannot map each other's memory: {impossible[0]}"
+    return None
+
+
+def _is_peer(gpu: int, other: int) -> bool:
+    import torch
+
+    return bool(torch.cuda.can_device_access_peer(gpu, other))
 
 
 def stop_pool(world_size: int) -> None:
@@ -204,8 +238,10 @@ def _init_group(rank: int, world_size: int, pipe: Connection) -> None:
         store = dist.TCPStore("127.0.0.1", pipe.recv(), world_size, False, limit)
     backend = "gloo"
     if torch.cuda.is_available():
-        os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")  # several ranks on one GPU
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+        num_gpus = min(torch.cuda.device_count(), world_size)
+        if num_gpus < world_size:
+            os.environ.update(SHARED_GPUS)
+        torch.cuda.set_device(rank * num_gpus // world_size)  # neighbours share
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
     pipe.send_bytes(pickle.dumps((None,)))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import cudasim
 import pytest
 import torch
+from kernel_cases import bits_of
 from torch import Tensor
 
 from fsdpx import ops, shard_ops
@@ -28,7 +31,7 @@ def both(run: Callable[..., None], inputs: list[Tensor], outputs: list[Tensor]) 
     run(inputs, outputs)
     run(*there)
     for mine, other in zip(outputs, there[1], strict=True):
-        assert torch.equal(mine.view(torch.uint8), other.cpu().view(torch.uint8))
+        assert torch.equal(bits_of(mine), bits_of(other.cpu()))
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -58,22 +61,70 @@ def test_reduce(num_sources: int) -> None:
 
 
 class Exported:
-    """An array of another library: all that is known of it is DLPack."""
+    """An array of another library: all that is known of it is DLPack.
+
+    Its values are made on a stream of its own, as other libraries do.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
+        self.asked: Any = "nothing"
+        self._tensor, self._stream = tensor, contextlib.nullcontext()
+        if tensor.is_cuda:
+            self._stream = torch.cuda.stream(torch.cuda.Stream())
+            host = tensor.cpu().pin_memory()
+            with self._stream:
+                self._tensor = torch.zeros_like(tensor)
+                self._tensor.copy_(host, non_blocking=True)
 
     def __dlpack__(self, **options: Any) -> Any:
-        return self._tensor.__dlpack__(**options)
+        self.asked = options.get("stream")
+        with self._stream:
+            return self._tensor.__dlpack__(**options)
 
     def __dlpack_device__(self) -> Any:
         return self._tensor.__dlpack_device__()
 
+    def tensor(self) -> Tensor:
+        return self._tensor
 
-def test_arrays_of_other_libraries() -> None:
-    source, out = values(777, FP32, 3), torch.empty(777, dtype=BF16)
-    both(lambda i, o: ops.pack([Exported(i[0])], Exported(o[0])), [source], [out])
+
+def in_a_late_order() -> None:
+    if cudasim.active:
+        cudasim.configure(order="late")
+
+
+@pytest.mark.parametrize("make", [lambda t: t, lambda t: t.view(7, 111).t()])
+def test_arrays_of_other_libraries(make: Callable[[Tensor], Tensor]) -> None:
+    """They need not be contiguous."""
+    in_a_late_order()
+    source, out = make(values(777, FP32, 3)), make(torch.empty(777, dtype=BF16))
+
+    def run(inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        array = Exported(outputs[0])
+        ops.cast(Exported(inputs[0]), array)
+        outputs[0].copy_(array.tensor())
+
+    both(run, [source], [out])
     assert torch.equal(out, source.to(BF16))
+
+
+def test_arrays_are_made_ready_for_the_current_stream() -> None:
+    in_a_late_order()
+    source, side = values(777, FP32, 3), torch.cuda.Stream()
+    array, out = Exported(source.cuda()), torch.empty(777, device="cuda")
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        ops.cast(array, out)
+        assert array.asked == side.cuda_stream
+        assert torch.equal(out.cpu(), source)
+    ops.cast(array, out)
+    assert array.asked == 1  # what the legacy default stream is called there
+
+
+def test_arrays_on_the_wrong_device() -> None:
+    array, out = Exported(torch.zeros(4).cuda()), torch.zeros(4)
+    with pytest.raises(ValueError, match=r"src is on cuda:0 and out on cpu"):
+        ops.cast(array, out)
 
 
 def test_devices_are_not_mixed() -> None:

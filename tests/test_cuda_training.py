@@ -10,9 +10,8 @@ import itertools
 
 import cudasim
 import pytest
-import torch
-from cuda_training import Result, Training, run_orders
-from ranks import RankError, run_ranks
+from cuda_training import Training, run_orders
+from ranks import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -21,25 +20,10 @@ EXACT = ("auto", "nvlink")  # adds in rank order, as on CPU
 ORDERS = [("eager", 1), ("late", 1), *(("random", seed) for seed in range(3))]
 # Random orders of each case of `test_every_order`; together at least 200.
 NUM_SEEDS = 20
-REFUSED = "several ranks on one GPU"
-
-
-def results_of(
-    world_size: int, training: Training, orders: list[tuple[str, int]]
-) -> list[list[Result]]:
-    """By rank: the run on CPU, then those on CUDA. Skips where ranks cannot share a GPU."""
-    too_few = not cudasim.active and torch.cuda.device_count() < world_size
-    try:
-        return run_ranks(world_size, run_orders, training, orders, timeout=600)
-    except RankError as error:
-        text = str(error)
-        if too_few and "Duplicate GPU" in text:
-            pytest.skip(f"NCCL {torch.cuda.nccl.version()} refuses {REFUSED}")
-        raise
 
 
 def check(world_size: int, training: Training, orders: list[tuple[str, int]], exact: bool) -> None:
-    for cpu, *results in results_of(world_size, training, orders):
+    for cpu, *results in run_ranks(world_size, run_orders, training, orders, timeout=600):
         if exact and cudasim.active:
             assert set(results) == {cpu}
             continue

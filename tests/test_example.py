@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import io
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
 SMALL = {"layers": 3, "width": 32, "heads": 2, "context": 32, "batch-size": 2, "log-every": 4}
 
 
+def write_text(folder: Path) -> Path:
+    text = folder / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 200)
+    return text
+
+
 def train(num_ranks: int, out: Path, *options: str) -> str:
     """Runs the example on a text of its own and returns what it prints."""
-    text = out / "text.txt"
-    text.write_text("The quick brown fox jumps over the lazy dog. " * 200)
+    text = write_text(out)
     launcher = f"-m torch.distributed.run --standalone --nproc-per-node {num_ranks}".split()
     command = [sys.executable, *(launcher if num_ranks > 1 else [])]
-    command += [str(ROOT / "examples" / "train_lm.py"), *options]
+    command += [str(ROOT / "examples" / "train_lm.py"), "--device=cpu", *options]
     command += [f"--{name}={value}" for name, value in SMALL.items()]
     done = subprocess.run(
         [*command, "--data", str(text), "--out", str(out)],
@@ -78,3 +87,22 @@ def test_the_loss_falls_and_the_last_step_is_drawn(tmp_path: Path) -> None:
         **{f"all_gather {block}": 2 for block in blocks},
         **{f"reduce_scatter {block}": 1 for block in blocks},
     }
+
+
+def train_in_this_process(rank: int, world_size: int, arguments: list[str]) -> str:
+    printed = io.StringIO()
+    sys.path.insert(0, str(ROOT / "examples"))
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(str(ROOT / "examples" / "train_lm.py"))["main"](arguments)
+    return printed.getvalue()
+
+
+@pytest.mark.gpu
+def test_on_gpus(tmp_path: Path) -> None:
+    arguments = ["--data", str(write_text(tmp_path)), "--out", str(tmp_path), "--steps=4"]
+    arguments += ["--check-reference=2", *(f"--{name}={value}" for name, value in SMALL.items())]
+    printed = run_ranks(2, train_in_this_process, arguments, timeout=200)[0]
+    assert "2 rank(s), cuda" in printed
+    for gradients in re.findall(r"gradients differ by (\S+) ", printed):
+        assert float(gradients) < 1e-5
+    assert (tmp_path / "timeline.svg").exists()

@@ -160,6 +160,21 @@ def test_the_native_side_checks_for_itself() -> None:
         _C.set_isa("sse9")
 
 
+class OnAnotherGpu:
+    """Memory that torch cannot have here."""
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise BufferError("not for you")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0  # CUDA's number in DLPack
+
+
+def test_an_array_that_cannot_be_shared() -> None:
+    with pytest.raises(ValueError, match="src cannot be shared by DLPack"):
+        ops.cast(OnAnotherGpu(), zeros(3))
+
+
 def test_a_null_span_stands_for_zeros() -> None:
     flat, src = torch.ones(6), torch.full((2,), 3.0)
     spans = [(src.data_ptr(), 2, 0), (0, 2, 2)]

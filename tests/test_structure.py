@@ -37,7 +37,7 @@ PYTHON_ROWS = (
     ("shards",),
     ("unit",),
     ("gradients", "collect", "order", "progress", "attributes", "residency"),
-    ("schedule", "changes", "copies"),
+    ("schedule", "changes", "copies", "backward_inputs"),
     ("hooks",),
     ("module", "describe", "full_parameters", "flat_parameters", "clip", "sync"),
     ("fully_shard",),

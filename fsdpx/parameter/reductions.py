@@ -104,25 +104,21 @@ def norms(
 
 def _local_norms(pieces: list[torch.Tensor], order: float) -> torch.Tensor:
     """1-D, the norm of every piece; an empty piece has the norm that changes nothing."""
-    nothing = math.inf if order < 0 else 0.0
-    held = [k for k, piece in enumerate(pieces) if piece.numel()]
     exact = _exact(pieces[0])
-    if not held:
-        return pieces[0].new_full((len(pieces),), nothing, dtype=exact)
+    held = [k for k, piece in enumerate(pieces) if piece.numel()]
     wide = [k for k in held if pieces[k].dtype == torch.float64]
     narrow = [k for k in held if pieces[k].dtype != torch.float64]
-    results: list[torch.Tensor] = []
+    results: dict[int, torch.Tensor] = {}
     for some, dtype in ((wide, torch.float64), (narrow, torch.float32)):
         if some:
-            results += torch._foreach_norm([pieces[k] for k in some], order, dtype=dtype)
-    # Accumulators of one dtype, usually: convert them together.
-    same = not (wide and narrow)
-    found = torch.stack(results if same else [result.to(exact) for result in results]).to(exact)
-    places = wide + narrow
-    if places == list(range(len(pieces))):
-        return found
-    values = found.new_full((len(pieces),), nothing)
-    return values.index_copy(0, torch.tensor(places, device=found.device), found)
+            found = torch._foreach_norm([pieces[k] for k in some], order, dtype=dtype)
+            results.update(zip(some, found, strict=True))
+    if wide and narrow:  # else they are converted together
+        results = {k: result.to(exact) for k, result in results.items()}
+    dtype = results[held[0]].dtype if held else exact
+    # Empty pieces share one number: places of a list on a GPU would make the host wait.
+    nothing = pieces[0].new_full((), math.inf if order < 0 else 0.0, dtype=dtype)
+    return torch.stack([results.get(k, nothing) for k in range(len(pieces))]).to(exact)
 
 
 def _combine(values: torch.Tensor, order: float, group: Group) -> torch.Tensor:

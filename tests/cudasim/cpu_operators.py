@@ -67,6 +67,12 @@ def device_of(tensors: list[Tensor], kwargs: Any) -> torch.device | None:
     return asked if asked is not None and asked.type == "cuda" else None
 
 
+def is_composite(func: Any) -> bool:
+    """Whether the operator is defined by others, like `to`, `reshape` and `matmul`."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return func.namespace == "aten" and func.has_kernel_for_dispatch_key(key)
+
+
 def nbytes(tensors: list[Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
@@ -84,7 +90,15 @@ def mark_written(tensor: Tensor) -> None:
 
 
 class CpuOperators(TorchDispatchMode):
-    """The dispatch mode of this file's first lines; it reaches the threads of backward, too."""
+    """The dispatch mode of this file's first lines; it reaches the threads of backward, too.
+
+    Fused attention of GPUs has no counterpart: it is switched off in this process, for the CPU too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        for kind in ("flash", "mem_efficient", "cudnn"):
+            getattr(torch.backends.cuda, f"enable_{kind}_sdp")(False)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -94,6 +108,9 @@ class CpuOperators(TorchDispatchMode):
             return NotImplemented  # subclasses have their own handlers first
         name, inputs = func._schema.name.split("::")[1], tensors_in(args, kwargs)
         device = device_of(inputs, kwargs)
+        if device is not None and is_composite(func):  # below autograd they come as they are
+            with self:
+                return func.decompose(*args, **kwargs)
         if device is None or func.namespace in PASSED_ON or name in NATIVE or func.is_view:
             return func(*args, **kwargs)
         if name == "copy_":
@@ -115,13 +132,15 @@ class CpuOperators(TorchDispatchMode):
         dtype: Any = None,
         device: Any = None,
         non_blocking: bool = False,
+        memory_format: Any = torch.preserve_format,
         **_: Any,
     ) -> Tensor:
         dtype = dtype or src.dtype
         device = torch.device(device) if device is not None else src.device
         if src.is_cuda and device.type != "cuda" and dtype != src.dtype:
             src = self.convert(src, dtype)  # where it is; then it is moved
-        return self.copy(torch.empty_like(src, dtype=dtype, device=device), src, non_blocking)
+        like = {"dtype": dtype, "device": device, "memory_format": memory_format}
+        return self.copy(torch.empty_like(src, **like), src, non_blocking)
 
     def on_cpu(
         self, func: Callable[..., Any], args: Any, kwargs: Any, inputs: Any, device: Any
