@@ -70,8 +70,9 @@ shared_ptr<Event> all_gather(shared_ptr<Communicator> comm, Stream& stream, cons
                              py::object keep_alive) {
   auto op = std::make_shared<GatherOp>(
       GatherOp{{plan.unit, comm->moment()}, {region, offset}, plan.segments});
-  return issue_all_gather(stream, std::move(comm), std::move(op), recorder,
-                          keep(std::move(keep_alive)));
+  auto kept = keep(std::move(keep_alive));
+  const py::gil_scoped_release nogil;  // as in reduce_scatter
+  return issue_all_gather(stream, std::move(comm), std::move(op), recorder, std::move(kept));
 }
 
 using SpanRow = std::tuple<uintptr_t, int64_t, int64_t>;
@@ -96,7 +97,7 @@ shared_ptr<Event> reduce_scatter(shared_ptr<Communicator> comm, Stream& stream,
                                  shared_ptr<ReduceOp> op, Recorder* recorder,
                                  py::object keep_alive) {
   auto kept = keep(std::move(keep_alive));
-  const py::gil_scoped_release nogil;  // on a GPU the task runs here
+  const py::gil_scoped_release nogil;  // on a GPU the task runs here, and launches may wait
   return issue_reduce_scatter(stream, std::move(comm), std::move(op), std::move(kept), recorder);
 }
 
@@ -108,8 +109,9 @@ shared_ptr<Event> all_reduce(shared_ptr<Communicator> comm, Stream& stream, std:
                  static_cast<DType>(dtype),
                  numel,
                  scale};
-  return issue_all_reduce(stream, std::move(comm), std::move(op), keep(std::move(keep_alive)),
-                          recorder);
+  auto kept = keep(std::move(keep_alive));
+  const py::gil_scoped_release nogil;
+  return issue_all_reduce(stream, std::move(comm), std::move(op), std::move(kept), recorder);
 }
 
 shared_ptr<Event> barrier(shared_ptr<Communicator> comm, Stream& stream, std::string name) {

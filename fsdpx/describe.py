@@ -106,8 +106,8 @@ class Description:
 def describe(model: nn.Module) -> Description:
     """Says what was decided for a model's units: communicator and why, layout, memory.
 
-    Collective if the model has not been called yet: the ranks then agree on communicators and
-    memory.
+    Collective if the model has not been called since it was sharded or converted: the ranks then
+    agree on communicators and memory.
 
     Args:
         model: A module that `fully_shard` was called on, or one that holds such modules.
@@ -121,6 +121,9 @@ def describe(model: nn.Module) -> Description:
     if not all_schedules(model):
         make_schedule(model)
     schedules = all_schedules(model)
+    for schedule in schedules:
+        if schedule.is_idle:
+            schedule.settle_conversions()
     owner = {unit: schedule for schedule in schedules for unit in schedule.units}
     described = tuple(_describe_unit(unit, owner[unit]) for unit in found)
     return Description(described, _describe_memory(found, described, schedules))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.optimizer import _foreach_supported_types as optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as utility_types
 
-from .layout import Entry, Ranges
+from .layout import Entry, Ranges, UnitLayout
 from .parameter import ShardedTensor, Spec
 from .unit import Unit, units
 
@@ -23,6 +23,7 @@ class FlatParameter(ShardedTensor):
     """
 
     _unit: Unit
+    _layout: UnitLayout  # the unit's when this was made
     _segment: int
     _flat: torch.Tensor  # the flat shard
     _start: int  # there
@@ -42,7 +43,8 @@ class FlatParameter(ShardedTensor):
             FlatParameter, flat[start : start + spec.end - spec.begin], spec, requires_grad=True
         )
         made._is_param = True
-        made._unit, made._segment, made._flat, made._start = unit, segment, flat, start
+        made._unit, made._layout = unit, unit.layout
+        made._segment, made._flat, made._start = segment, flat, start
         made._members = dict(zip((entry.index for entry in entries), names, strict=True))
         return made
 
@@ -111,7 +113,17 @@ class FlatParameter(ShardedTensor):
         return buffer.flat  # type: ignore[no-any-return]
 
     def _follow(self) -> None:
-        """Takes the memory that the unit has now: `to_empty()` moves it."""
+        """Takes the memory that the unit has now: `to_empty()` moves it.
+
+        Raises:
+            RuntimeError: The unit has other dtypes now.
+        """
+        if self._unit.layout is not self._layout or self._unit.shards.first_moved() is not None:
+            raise RuntimeError(
+                f"flat_parameters: '{self._spec.name}' is of the model before it was converted or "
+                "moved (to(), half(), to_empty()): run a forward, call flat_parameters again, and "
+                "give its result to a new optimizer"
+            )
         flat = self._unit.shards.flat[self._segment]
         if flat is not self._flat:
             length = self._spec.end - self._spec.begin

@@ -248,7 +248,7 @@ class Gradients:
             _C.set_gradients(buffer.parameters, gradients, wanted, waited)
         self.written.clear()
         self.waited.clear()
-        if any(map(_AFTER_ACCUMULATION, self.unit.shards.parameters)):
+        if any(map(_AFTER_ACCUMULATION, self.unit.shards.sharded)):
             self._run_hooks(used)
         return any(used), read
 

@@ -11,9 +11,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from .conversions import conversion
 from .copies import copy_sharded
 from .hooks import all_schedules, run_forward, schedule_of
-from .parameter import keep_attributes
 from .unit import Unit, unit_of, units
 
 
@@ -50,8 +50,8 @@ class FSDPModule:
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Behind `to()`, `half()`, `to_empty()`: parameters keep what the user hung on them."""
-        with keep_attributes(list(cast(nn.Module, self).parameters())):
+        """Behind `to()`, `half()`, `to_empty()`."""
+        with conversion(cast(nn.Module, self)):
             return super()._apply(fn, recurse)  # type: ignore[misc]
 
     def _units(self, recurse: bool) -> list[Unit]:

@@ -137,6 +137,12 @@ class Residency:
             del self._own[unit]
             self.memories[unit.comm].give(place)
 
+    def drop(self, unit: Unit) -> None:
+        """Frees a unit, and memory of its own: it will need more or less."""
+        self.free(unit)
+        if unit in self._own:
+            self.memories[unit.comm].give(self._own.pop(unit))
+
     def free_others(self, keep: Callable[[Unit], bool]) -> None:
         """Frees all but the units that `keep` names, that run, or that the user keeps."""
         for unit in list(self._resident):

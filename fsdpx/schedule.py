@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 
 from . import _C
+from .conversions import settle_conversions
 from .gradients import Gradients
 from .order import Order
 from .progress import Progress
@@ -94,6 +95,10 @@ class Schedule:
         return not any(comm.closed for comm in self._progress.communicators)
 
     # ---- Forward
+
+    def settle_conversions(self) -> None:
+        """Takes in what `to()` and the like did to the model since the last forward."""
+        settle_conversions(self.gradients, self.residency)
 
     def begin_forward(self, unit: Unit) -> None:
         """Before a unit's forward: gathers it, and starts the gathers of the next ones."""
@@ -167,8 +172,10 @@ class Schedule:
                 self._participants.pop(unit, None)
                 self._participants[unit] = None
         try:
-            if ok and unit.storage is Storage.GATHERED and not unit.held:
-                unit.check_unedited()
+            if ok:
+                unit.check_unconverted()
+                if unit.storage is Storage.GATHERED and not unit.held:
+                    unit.check_unedited()
         finally:
             if unit.pins == 0 and not recompute:
                 self._after_forward(unit)
@@ -320,7 +327,8 @@ class Schedule:
         task = current_backward()
         if task in self._tasks or task == NO_BACKWARD:
             return
-        if not self._tasks:
+        is_outermost = not self._tasks
+        if is_outermost:
             latest_first = dict.fromkeys(reversed(self._ended))
             self._backward.follow([u for u in latest_first if u not in self._unread])
             self._reduced_any = False
@@ -330,6 +338,9 @@ class Schedule:
         self._accumulates |= any(unit.native.num_expected() for unit in self.units)
         self._tasks.add(task)
         _C.at_backward_end(functools.partial(self._end_backward, task))
+        if is_outermost:
+            for unit in self.units:
+                unit.check_unconverted()
 
     def _end_abandoned(self) -> None:
         """Ends backwards that raised, before anything new begins.
@@ -397,8 +408,9 @@ class Schedule:
 
     def unshard(self, unit: Unit) -> None:
         """Issues a gather that lasts until `reshard`."""
-        unit.refresh()
         if self.is_idle:
+            self.settle_conversions()
+            unit.refresh()
             self.residency.free_stale([unit])
         unit.kept_by_user = True
         self.residency.gather(unit)

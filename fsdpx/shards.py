@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +13,6 @@ from .layout import UnitLayout
 from .mesh import ShardGroup
 from .parameter import ShardedTensor, Spec, Traits, take_over, traits_of
 
-_PIECE = operator.attrgetter("_local")
-
 
 @dataclass
 class Managed:
@@ -26,6 +23,7 @@ class Managed:
         original: The parameter before sharding, or a sharded one to copy; None once it is sharded.
         owners: Every (module, attribute) that holds it.
         sharded: What `module.parameters()` yields; the same object as the original.
+        attributes: The `__dict__` of `sharded`: another one once `Module._apply` has replaced it.
         traits: What the original was besides its value.
         leaf: The full parameter: a permanent view of the unit's storage.
         watched: Whether its gradients are counted.
@@ -36,6 +34,7 @@ class Managed:
     original: nn.Parameter | ShardedTensor | None
     owners: list[tuple[nn.Module, str]]
     sharded: ShardedTensor = field(init=False)
+    attributes: dict[str, Any] = field(init=False)
     traits: Traits = field(init=False)
     leaf: nn.Parameter = field(init=False)
     watched: bool = False
@@ -56,30 +55,32 @@ class Shards:
 
     Attributes:
         flat: One 1-D tensor per segment, `shard_numel` elements of the original dtype.
-        parameters: The sharded ones, in the unit's order.
+        sharded: The parameters that view them.
         device: Where they are (and their gradients).
     """
 
     def __init__(
         self,
-        managed: Sequence[Managed],
+        parameters: Sequence[Managed],
         layout: UnitLayout,
         group: ShardGroup,
         device: torch.device,
     ) -> None:
-        self._managed = managed
+        self._parameters = parameters
         self._layout = layout
         self._group = group
         self.device = device
         self._earlier = 0  # generation of shards that `rehome` has replaced
         self.flat = self._make_flat(self._device_of_originals())
         self._take_originals()
-        self.parameters = [each.sharded for each in managed]
-        self._pieces = list(map(_PIECE, self.parameters))
+        self.sharded = [managed.sharded for managed in parameters]
+        self._pieces = [managed.sharded.to_local() for managed in parameters]
+        for managed in parameters:
+            managed.attributes = managed.sharded.__dict__
 
     def _device_of_originals(self) -> torch.device:
-        on_meta = [managed.name for managed in self._managed if original_of(managed).is_meta]
-        if on_meta and len(on_meta) < len(self._managed):
+        on_meta = [managed.name for managed in self._parameters if original_of(managed).is_meta]
+        if on_meta and len(on_meta) < len(self._parameters):
             raise ValueError(
                 f"fully_shard: parameter '{on_meta[0]}' is on the meta device, though others of "
                 "its unit are not: initialise it first, or the whole unit after sharding"
@@ -97,7 +98,7 @@ class Shards:
     def _take_originals(self) -> None:
         """Keeps this rank's piece of every parameter and lets the originals go."""
         with torch.no_grad():
-            for index, managed in enumerate(self._managed):
+            for index, managed in enumerate(self._parameters):
                 original, piece = original_of(managed), self._piece(index)
                 if isinstance(original, ShardedTensor):
                     piece.copy_(original.to_local())
@@ -107,7 +108,7 @@ class Shards:
                 managed.original = None
 
     def _take(self, index: int, original: nn.Parameter, piece: torch.Tensor) -> None:
-        managed, rank = self._managed[index], self._group.rank
+        managed, rank = self._parameters[index], self._group.rank
         ranges = self._layout.ranges(index)
         begin, end = ranges[rank]
         if original.device.type != "meta":
@@ -133,51 +134,74 @@ class Shards:
             generation += flat._version
         return generation
 
-    def rehome(self, unit: str) -> bool:
-        """Moves pieces that `Module._apply` replaced (`.to_empty()`, `.to()`) into new flat shards.
+    @property
+    def were_replaced(self) -> bool:
+        """Whether `Module._apply` (`to()`, `to_empty()`) has given a parameter new content; it may
+        be equal.
+        """
+        for managed in self._parameters:  # no generator: every forward asks
+            if managed.sharded.__dict__ is not managed.attributes:
+                return True
+        return False
+
+    def first_moved(self) -> Managed | None:
+        """The first parameter whose piece is no longer a view of the flat shards."""
+        if not self.were_replaced:
+            return None
+        for managed, piece in zip(self._parameters, self._pieces, strict=True):
+            if managed.sharded.to_local() is not piece:
+                return managed
+        return None
+
+    def keep_attributes(self) -> None:
+        """Gives replaced parameters what hung on them before."""
+        for managed in self._parameters:
+            now = managed.sharded.__dict__
+            if now is not managed.attributes:
+                now.update({k: v for k, v in managed.attributes.items() if k not in now})
+                managed.attributes = now
+
+    def check_moved(self, unit: str) -> None:
+        """Raises if a piece is where shards can't follow.
 
         Args:
-            unit: The unit's name, for messages.
-
-        Returns:
-            Whether there were any.
-
-        Raises:
-            RuntimeError: A piece has another dtype, or is on another device.
+            unit: The unit's name, for the message.
         """
-        if all(map(operator.is_, map(_PIECE, self.parameters), self._pieces)):
-            return False
-        for index, managed in enumerate(self._managed):
-            self._check_replaced(unit, index, managed)
+        for managed in self._parameters:
+            self._check_moved(unit, managed)
+
+    def rehome(self, layout: UnitLayout) -> None:
+        """Makes new flat shards of pieces that were replaced.
+
+        Args:
+            layout: Cut alike; its dtypes are the pieces'.
+        """
+        self._layout = layout
         self._earlier = self.generation + 1
         with torch.no_grad():
             self.flat = self._make_flat(self.device)
-            for index, managed in enumerate(self._managed):
+            for index, managed in enumerate(self._parameters):
                 piece = self._piece(index)
                 piece.copy_(managed.sharded.to_local())
                 managed.sharded._local = piece
-        self._pieces = list(map(_PIECE, self.parameters))
-        return True
+        self._pieces = [managed.sharded.to_local() for managed in self._parameters]
 
-    def _check_replaced(self, unit: str, index: int, managed: Managed) -> None:
-        number, _ = self._layout.place(index)
+    def _check_moved(self, unit: str, managed: Managed) -> None:
         local = managed.sharded.to_local()
-        expected = self._layout.segments[number].dtype
-        if local.dtype != expected:
+        where = f"fsdpx: parameter '{managed.name}' of unit '{unit}'"
+        if local.is_complex():
             raise RuntimeError(
-                f"fsdpx: parameter '{managed.name}' of unit '{unit}' was converted from "
-                f"{expected} to {local.dtype} after fully_shard: convert the model before "
-                "wrapping it, or use MixedPrecisionPolicy(param_dtype=...)"
+                f"{where} was converted to {local.dtype}: complex parameters are not supported"
             )
         if local.is_meta:
             raise RuntimeError(
-                f"fsdpx: parameter '{managed.name}' of unit '{unit}' is on the meta device: call "
-                "model.to_empty(device=...) and initialise all parameters of the unit"
+                f"{where} is on the meta device: call model.to_empty(device=...) and initialise "
+                "all parameters of the unit"
             )
-        if local.device.type != self.device.type:
+        if local.device != self.device:
             raise RuntimeError(
-                f"fsdpx: parameter '{managed.name}' of unit '{unit}' was moved to "
-                f"{local.device} after fully_shard; the unit's mesh is on {self.device}"
+                f"{where} was moved to {local.device} after fully_shard; the unit's mesh is on "
+                f"{self.device}"
             )
 
 

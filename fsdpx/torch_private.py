@@ -36,11 +36,15 @@ def tensor_use_count(tensor: torch.Tensor) -> int:
     return int(private._use_count())
 
 
+swap_values = torch._C._swap_tensor_impl
+"""Exchanges the values of two tensor objects, with what autograd knows of them."""
+
+
 def swap_content(a: torch.Tensor, b: torch.Tensor) -> None:
     """Exchanges the values, classes and attributes of two tensor objects."""
     a.__class__, b.__class__ = b.__class__, a.__class__
     a.__dict__, b.__dict__ = b.__dict__, a.__dict__
-    torch._C._swap_tensor_impl(a, b)
+    swap_values(a, b)
 
 
 def is_batched(tensor: torch.Tensor) -> bool:

@@ -84,19 +84,11 @@ class Unit:
         self.kept_by_user = False  # unshard() without reshard() or a forward since
         self.held = False  # inside full_parameters(): forwards leave it gathered too
         self.trainable: list[bool] = [bool(original_of(m).requires_grad) for m in parameters]
-        self.layout = layout or self._plan(self.trainable)
-        self.trained_segments = self._find_trained()  # with a parameter that trains now
-        self.gathered_bytes = self.layout.gathered_bytes
+        layout = layout or self._plan(self.trainable)
         home = torch.device("cpu") if options.offload else device
-        self.shards = Shards(parameters, self.layout, group, home)
-        self.native = self._make_native()
-        self._make_leaves()
+        self.shards = Shards(parameters, layout, group, home)
         self._nothing = torch.empty(1)  # what a unit without elements is attached to, for good
-        if not self.gathered_bytes:
-            self.native.attach(self._nothing.data_ptr())
-        self._attached: int | None = None  # generation of what was gathered last
-        self._plan_gather: _C.GatherPlan | None = None
-        self._followed: int | None = None  # generation whose writes the stream has followed
+        self.lay_out(layout)
         self.zero = ZeroPolicy(options.zero_stage, options.reshard_after_forward)
         self.gradient_divisor: float = group.size * group.num_replicas
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
@@ -107,9 +99,22 @@ class Unit:
         self.ignored: dict[int, nn.Parameter] = {}  # by id: parameters that are left alone
         self.dictionaries: list[Any] = []  # the native half borrows them
         self.containers = [(m, len(m._modules)) for m in containers(modules)]
-        self.native.set_owner(self)
 
     # ---- Initialization
+
+    def lay_out(self, layout: UnitLayout) -> None:
+        """Makes the native half and the full parameters."""
+        self.layout = layout
+        self.gathered_bytes = layout.gathered_bytes
+        self.native = self._make_native()
+        self.native.set_owner(self)
+        self._make_leaves()
+        if not self.gathered_bytes:
+            self.native.attach(self._nothing.data_ptr())
+        self.trained_segments = self._find_trained()  # with a parameter that trains now
+        self._attached: int | None = None  # generation of what was gathered last
+        self._plan_gather: _C.GatherPlan | None = None
+        self._followed: int | None = None  # generation whose writes the stream has followed
 
     def _plan(self, trainable: Sequence[bool]) -> UnitLayout:
         policy = self.options.mp_policy
@@ -162,9 +167,9 @@ class Unit:
             managed.traits.give_to(managed.leaf)
             managed.sharded._leaf, managed.sharded._module = managed.leaf, self.class_name
             self.native.add_leaf(managed.leaf)
-            if managed.sharded.requires_grad:
+            managed.watched = managed.sharded.requires_grad
+            if managed.watched:
                 self.native.watch(index)
-                managed.watched = True
         self.rename(self.name)
 
     def rename(self, name: str) -> None:
@@ -178,10 +183,10 @@ class Unit:
         self.native.set_names(name, ranges)
         self._plan_gather = None
 
-    def twin(self) -> Unit:
+    def twin(self, layout: UnitLayout) -> Unit:
         """A unit with copies of the shards; `copies.py` gives it modules of its own."""
         parameters = [managed.twin() for managed in self.parameters]
-        options = (self.group, self.options, self.device, self.layout)
+        options = (self.group, self.options, self.device, layout)
         made = Unit(self.modules, parameters, *options)
         made.rename(self.name)
         made.zero = copy.copy(self.zero)
@@ -263,13 +268,14 @@ class Unit:
             raise AssertionError(f"unit '{self.name}': {self.phase} -> {phase}")
         self.phase = phase
 
+    def rehome(self) -> None:
+        """Lets the flat shards follow pieces that were replaced; see conversions.py."""
+        self.shards.rehome(self.layout)
+        self._plan_gather = None
+
     def refresh(self) -> None:
-        """Takes over what the user changed between steps: `requires_grad`, moved or replaced
-        pieces.
-        """
-        if self.shards.rehome(self.name):
-            self._plan_gather = None
-        now = list(map(_REQUIRES_GRAD, self.shards.parameters))
+        """Takes over `requires_grad` as the user has set it since."""
+        now = list(map(_REQUIRES_GRAD, self.shards.sharded))
         if now != self.trainable:
             self._set_trainable(now)
 
@@ -373,7 +379,7 @@ class Unit:
             place = place._replace(free_after=(mark,))
         self.gathered = None
         self._to_storage(Storage.SHARDED)
-        recorder = comm.recorder
+        recorder = self.comm.recorder
         if recorder.enabled:
             begin, end = gathered.issued, comm.stream.computed()
             recorder.record("resident", self.name, "full", begin, begin, end, 0)
@@ -400,6 +406,16 @@ class Unit:
                 f"fsdpx: parameters of unit '{self.name}' were changed (an optimizer step, a "
                 "loaded state dict) after the forward whose backward now reads them: run backward "
                 "before the change, or forward again"
+            )
+
+    def check_unconverted(self) -> None:
+        """Raises if parameters were converted or moved in the middle of a step."""
+        if (managed := self.shards.first_moved()) is not None:
+            raise RuntimeError(
+                f"fsdpx: parameter '{managed.name}' of unit '{self.name}' was converted or moved "
+                f"(to(), half(), to_empty(); it is {managed.sharded.dtype} on "
+                f"{managed.sharded.device} now) between a forward and its backward, or inside one "
+                "of them: convert the model between steps"
             )
 
     def check_unedited(self) -> None:

@@ -41,6 +41,7 @@ class Training:
         checkpoint: Blocks recompute their forward.
         zero_stage: As `fully_shard` takes it.
         replicas: HSDP: copies of each share.
+        converted: The last step is in fp64.
         num_steps: Optimizer steps.
     """
 
@@ -53,6 +54,7 @@ class Training:
     checkpoint: bool = False
     zero_stage: int = 3
     replicas: int = 1
+    converted: bool = False
     num_steps: int = 2
 
 
@@ -156,10 +158,12 @@ def train(
     kept: list[Tensor] = []
     steps = list(batches(training, rank, device))  # before: to copy them makes the host wait
     for step, micro_batches in enumerate(steps):
+        if training.converted and step == training.num_steps - 1:
+            model.double()
         for i, (x, y) in enumerate(micro_batches):
             last = i == len(micro_batches) - 1
             model.set_requires_gradient_sync(last or training.sync_each)
-            loss = F.mse_loss(model(x).float(), y)
+            loss = F.mse_loss(model(x.to(parameters[0].dtype)).float(), y)
             loss.backward()
             kept.append(loss.detach())
         optimizer.step()

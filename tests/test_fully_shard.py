@@ -328,12 +328,3 @@ def test_editing_a_whole_parameter_in_forward_is_an_error() -> None:
     model = fully_shard(nn.Sequential(fully_shard(Edits(6, 6))))
     with pytest.raises(RuntimeError, match=r"unit '0'.*in place"):
         model(batch())
-
-
-def test_conversion_after_wrapping_is_refused_by_name() -> None:
-    model = shard_linears(small_mlp())
-    model.to(torch.bfloat16)
-    with pytest.raises(
-        RuntimeError, match=r"'weight' of unit '0' was converted from torch.float32"
-    ):
-        model(batch().bfloat16())

@@ -37,6 +37,7 @@ PYTHON_ROWS = (
     ("shards",),
     ("unit",),
     ("gradients", "collect", "order", "progress", "attributes", "residency"),
+    ("conversions",),
     ("schedule", "changes", "copies", "backward_inputs"),
     ("hooks",),
     ("module", "describe", "full_parameters", "flat_parameters", "clip", "sync"),

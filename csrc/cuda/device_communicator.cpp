@@ -1,5 +1,7 @@
 #include "device_communicator.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <limits>
 #include <utility>
@@ -41,7 +43,7 @@ std::vector<Piece> pieces_of(std::span<const ConstSpan> srcs, DType from, char* 
 }  // namespace
 
 DeviceCommunicator::DeviceCommunicator(std::string kind, Surroundings surroundings)
-    : kind_(std::move(kind)), surroundings_(std::move(surroundings)) {}
+    : kind_(std::move(kind)), surroundings_(std::move(surroundings)), pid_(getpid()) {}
 
 DeviceCommunicator::~DeviceCommunicator() = default;
 
@@ -141,7 +143,7 @@ std::vector<char> DeviceCommunicator::exchange(const void* mine, int64_t nbytes)
 void DeviceCommunicator::note_issued(std::shared_ptr<Event> event) {
   if (watchdog_ == nullptr)
     watchdog_ = std::make_unique<Watchdog>(
-        surroundings_.timeout,
+        device(), surroundings_.timeout,
         [weak = weak_from_this()] {
           const auto self = weak.lock();
           return self == nullptr ? std::string() : self->problem();
@@ -156,6 +158,7 @@ void DeviceCommunicator::note_issued(std::shared_ptr<Event> event) {
 }
 
 void DeviceCommunicator::close() {
+  if (getpid() != pid_) return;  // a forked child has neither CUDA nor the watchdog's thread
   if (closed_.exchange(true)) return;
   if (watchdog_ != nullptr) watchdog_->stop();
   if (last_ != nullptr && !last_->query())
@@ -170,7 +173,15 @@ Region DeviceCommunicator::make_region(int64_t nbytes) {
   const DeviceGuard guard(device());
   void* data = nullptr;
   check_cuda(cudaMalloc(&data, nbytes), "cudaMalloc");
-  return {static_cast<char*>(data), nbytes, {data, [](void* p) { cudaFree(p); }}, {}};
+  const auto free = [device = device()](void* p) {
+    try {
+      const DeviceGuard guard(device);
+      cudaFree(p);
+    } catch (const std::exception&) {
+      // the process ends, and CUDA is gone
+    }
+  };
+  return {static_cast<char*>(data), nbytes, {data, free}, {}};
 }
 
 // A region on every rank or an error on every rank.
@@ -183,7 +194,6 @@ Region DeviceCommunicator::make_alike(const Announcement& announcement) {
     region = make_region(std::max<int64_t>(announcement.nbytes, 1));
   } catch (const std::exception& error) {
     problem = error.what();
-    cudaGetLastError();  // it was reported
     failed[rank()] = 1;
   }
   failed = agree_now(announcement, std::move(failed));
@@ -236,6 +246,7 @@ DeviceCommunicator::SendBuffer& DeviceCommunicator::next_send_buffer(const Tag& 
 }
 
 void DeviceCommunicator::poison(void* data, int64_t nbytes) {
+  const DeviceGuard guard(device());
   check_cuda(cudaMemsetAsync(data, 0xff, nbytes, surroundings_.stream->current()),
              "cudaMemsetAsync");
 }
@@ -279,6 +290,7 @@ void DeviceCommunicator::gather(const GatherOp& op, const Region& region) {
 
 void DeviceCommunicator::pack_gradients(std::span<const ConstSpan> srcs, DType from, void* flat,
                                         DType to, int64_t flat_numel, bool accumulate) {
+  const DeviceGuard guard(device());
   const auto pieces = pieces_of(srcs, from, static_cast<char*>(flat), to, flat_numel);
   convert(pieces, from, to, 1.0, accumulate, surroundings_.stream->current());
 }

@@ -134,6 +134,7 @@ class DeviceCommunicator : public Communicator,
 
   const std::string kind_;
   const Surroundings surroundings_;
+  const int pid_;
   std::string announced_;  // the last announcement, in words
   uint64_t sequence_ = 0;
 

@@ -12,7 +12,15 @@
 namespace fsdpx::cuda {
 
 void check_cuda(cudaError_t error, const char* what) {
-  check<std::runtime_error>(error == cudaSuccess, what, ": ", cudaGetErrorString(error));
+  if (error == cudaSuccess) return;
+  cudaGetLastError();
+  check<std::runtime_error>(false, what, ": ", cudaGetErrorString(error));
+}
+
+void watch_over(int device) noexcept {
+  cudaSetDevice(device);
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  cudaThreadExchangeStreamCaptureMode(&mode);
 }
 
 DeviceGuard::DeviceGuard(int device) {
@@ -80,6 +88,7 @@ void DeviceEvent::wait(double, const std::function<void()>&) {
 }
 
 void DeviceEvent::hold(cudaStream_t stream) const {
+  const DeviceGuard guard(device_);
   check_cuda(cudaStreamWaitEvent(stream, event_, 0), "cudaStreamWaitEvent");
 }
 
@@ -108,6 +117,7 @@ class DeviceClock::Point final : public TimePoint {
 };
 
 Instant DeviceClock::at_end_of(cudaStream_t stream) {
+  const DeviceGuard guard(device_);
   std::lock_guard lock(mutex_);
   // An elapsed time has 24 bits: the anchor must not be old.
   constexpr int64_t kOld = 1'000'000'000;
@@ -126,15 +136,16 @@ Clock DeviceStream::clock() {
   return [clock = clock_, stream = stream_] { return clock->at_end_of(stream); };
 }
 
-Instant DeviceStream::computed() {
-  const DeviceGuard guard(device_);
-  return clock_->at_end_of(current());
-}
+Instant DeviceStream::computed() { return clock_->at_end_of(current()); }
 
 // ---- The stream
 
 DeviceStream::DeviceStream(int device, cudaStream_t stream, CurrentStream current)
-    : device_(device), stream_(stream), current_(current), pid_(getpid()) {}
+    : device_(device),
+      stream_(stream),
+      current_(current),
+      pid_(getpid()),
+      clock_(std::make_shared<DeviceClock>(device)) {}
 
 std::shared_ptr<Event> DeviceStream::enqueue(std::function<void()> task) {
   check<std::runtime_error>(getpid() == pid_, "this communication stream belongs to process ", pid_,
@@ -145,6 +156,7 @@ std::shared_ptr<Event> DeviceStream::enqueue(std::function<void()> task) {
     check<std::runtime_error>(!closed_, "the communication stream is closed");
   }
   const DeviceGuard guard(device_);
+  check_not_captured();
   std::exception_ptr error;
   try {
     task();  // without the lock: it may wait for Python
@@ -156,6 +168,15 @@ std::shared_ptr<Event> DeviceStream::enqueue(std::function<void()> task) {
   std::lock_guard lock(mutex_);
   latest_ = event;
   return event;
+}
+
+// A graph would repeat the kernels, but not what the ranks' CPUs tell each other for each of them.
+void DeviceStream::check_not_captured() const {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check_cuda(cudaStreamIsCapturing(current(), &status), "cudaStreamIsCapturing");
+  check<std::runtime_error>(status == cudaStreamCaptureStatusNone,
+                            "collectives can't be captured in a CUDA graph: run the model "
+                            "outside of the capture");
 }
 
 void DeviceStream::close(double seconds) {

@@ -15,10 +15,13 @@
 
 namespace fsdpx::cuda {
 
-// Throws std::runtime_error with CUDA's own words and `what` was tried.
+// Throws std::runtime_error with CUDA's own words and `what` was tried. The error is reported then:
+// no later launch takes it for its own.
 void check_cuda(cudaError_t error, const char* what);
 
-// Makes `device` the calling thread's for a scope.
+// Makes `device` the calling thread's for a scope. Whatever makes or records an event, launches,
+// frees, or names a stream needs it: torch's default stream is null, which means that of the
+// current device, and a thread begins with device 0, which would get a context of its own.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device);
@@ -29,6 +32,10 @@ class DeviceGuard {
  private:
   int before_ = -1;
 };
+
+// For a thread that only looks after `device`: it is the thread's from here on, and what the thread
+// asks does no harm to a graph that is being captured elsewhere. Never throws.
+void watch_over(int device) noexcept;
 
 // Which stream the caller computes on: torch's current one.
 using CurrentStream = cudaStream_t (*)(int device);
@@ -51,6 +58,7 @@ class EventPool {
 // first one of a while waits for the GPU, to bring the clocks together.
 class DeviceClock : public std::enable_shared_from_this<DeviceClock> {
  public:
+  explicit DeviceClock(int device) : device_(device) {}
   Instant at_end_of(cudaStream_t stream);
 
  private:
@@ -59,6 +67,7 @@ class DeviceClock : public std::enable_shared_from_this<DeviceClock> {
     int64_t ns;
   };
   class Point;
+  const int device_;
   EventPool pool_{cudaEventDefault};
   std::mutex mutex_;
   std::shared_ptr<const Anchor> anchor_;
@@ -109,12 +118,14 @@ class DeviceStream final : public Stream {
   void order(cudaStream_t first, cudaStream_t then);
 
  private:
+  void check_not_captured() const;
+
   const int device_;
   const cudaStream_t stream_;
   const CurrentStream current_;
   const int pid_;
   const std::shared_ptr<EventPool> pool_ = std::make_shared<EventPool>(cudaEventDisableTiming);
-  const std::shared_ptr<DeviceClock> clock_ = std::make_shared<DeviceClock>();
+  const std::shared_ptr<DeviceClock> clock_;
   std::mutex mutex_;
   bool closed_ = false;
   std::shared_ptr<Event> latest_;

@@ -51,7 +51,6 @@ void try_for(Card& card, const Body& body) {
   try {
     body();
   } catch (const std::exception& error) {
-    cudaGetLastError();  // it is reported here
     std::snprintf(card.problem, sizeof(card.problem), "%s", error.what());
   }
 }

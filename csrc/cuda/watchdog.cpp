@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "../check.h"
+#include "device_stream.h"
 
 namespace fsdpx::cuda {
 
@@ -21,6 +22,7 @@ struct Watchdog::State {
     Clock::time_point deadline;
   };
 
+  int device;
   double limit;
   std::function<std::string()> problem;
   std::function<void(const std::string&)> on_failure;
@@ -56,6 +58,7 @@ std::string Watchdog::State::look() {
 }
 
 void Watchdog::State::run() {
+  watch_over(device);
   // Often enough to be in time, and seldom enough to cost nothing.
   const auto pause = std::chrono::duration<double>(std::clamp(limit / 10, 0.02, 5.0));
   std::unique_lock lock(mutex);
@@ -67,9 +70,10 @@ void Watchdog::State::run() {
   }
 }
 
-Watchdog::Watchdog(double limit, std::function<std::string()> problem,
+Watchdog::Watchdog(int device, double limit, std::function<std::string()> problem,
                    std::function<void(const std::string&)> on_failure)
     : state_(std::make_shared<State>()) {
+  state_->device = device;
   state_->limit = limit;
   state_->problem = std::move(problem);
   state_->on_failure = std::move(on_failure);

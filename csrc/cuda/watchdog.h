@@ -11,9 +11,9 @@ namespace fsdpx::cuda {
 
 class Watchdog {
  public:
-  // Calls, on a thread of its own, `on_failure` with a message when a watched event has not come
-  // within `limit` seconds, or when `problem` returns one. Once; then it ends.
-  Watchdog(double limit, std::function<std::string()> problem,
+  // Calls, on a thread of its own for `device`, `on_failure` with a message when a watched event
+  // has not come within `limit` seconds, or when `problem` returns one. Once; then it ends.
+  Watchdog(int device, double limit, std::function<std::string()> problem,
            std::function<void(const std::string&)> on_failure);
   ~Watchdog();  // stops, without waiting
   Watchdog(const Watchdog&) = delete;

@@ -22,11 +22,11 @@ from torch.distributed.fsdp import (
 
 from fsdpx.clip import clip_grad_norm_
 from fsdpx.collect import managed_modules
+from fsdpx.conversions import conversion
 from fsdpx.copies import copy_sharded
 from fsdpx.fully_shard import make_unit
 from fsdpx.hooks import all_schedules, cast_floating, run_forward, schedule_of
 from fsdpx.module import no_sync
-from fsdpx.parameter import keep_attributes
 from fsdpx.probe import check_torch
 from fsdpx.sync import broadcast_states
 from fsdpx.unit import Unit, unit_of
@@ -149,8 +149,8 @@ class FullyShardedDataParallel(nn.Module):
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Behind `to()`, `half()`, `to_empty()`: parameters keep what the user hung on them."""
-        with keep_attributes(list(self.parameters())):
+        """Behind `to()`, `half()`, `to_empty()`."""
+        with conversion(self):
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     # ---- Calls

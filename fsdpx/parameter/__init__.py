@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from fsdpx.parameter import elementwise, foreach, optimizers, reductions, state_dicts
 from fsdpx.parameter.identity import (
     Traits,
+    convert_leaf,
     fill,
     keep_attributes,
     mark_copied,
@@ -31,6 +32,7 @@ __all__ = [
     "Spec",
     "Traits",
     "boxes",
+    "convert_leaf",
     "fill",
     "keep_attributes",
     "mark_copied",

@@ -26,7 +26,8 @@ if active:
     for _name in ("trace", "traffic", "waits"):
         getattr(runtime, f"cudasim_{_name}").restype = ctypes.c_char_p
     runtime.cudasim_get.restype = runtime.cudasim_host_us.restype = ctypes.c_double
-    runtime.cudasim_counter.restype = runtime.cudasim_peak_bytes.restype = ctypes.c_uint64
+    for _name in ("counter", "peak_bytes", "contexts"):
+        getattr(runtime, f"cudasim_{_name}").restype = ctypes.c_uint64
 
 
 def configure(**settings: object) -> None:
@@ -108,6 +109,14 @@ def counters() -> dict[str, int]:
 def peak_bytes() -> int:
     """The most device memory that was allocated at a time since the last reset."""
     return int(runtime.cudasim_peak_bytes())
+
+
+def used_devices() -> list[int]:
+    """Those that were the current one of some thread of this process when it made a call that gives
+    a device a context, since the last reset.
+    """
+    mask = int(runtime.cudasim_contexts())
+    return [device for device in range(64) if mask >> device & 1]
 
 
 def traffic() -> list[dict[str, Any]]:

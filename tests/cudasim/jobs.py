@@ -13,6 +13,7 @@ DEFAULTS: dict[str, object] = {
     "seed": 1,
     "timeout_s": 60,
     "call_us": 0,
+    "capturing": 0,
     "mem_gbps": 4000,
     "host_gbps": 50,
     "link_gbps": 400,

@@ -17,6 +17,7 @@ namespace sim {
 
 Settings settings;
 thread_local int device = 0;
+std::atomic<uint64_t> contexts{0};
 thread_local cudaError_t last_error = cudaSuccess;
 thread_local bool enqueues = false;
 thread_local int spins = 0;
@@ -40,7 +41,7 @@ const std::map<std::string, double Settings::*>& fields() {
       {"stuck_s", &Settings::stuck_s},     {"mem_gbps", &Settings::mem_gbps},
       {"host_gbps", &Settings::host_gbps}, {"link_gbps", &Settings::link_gbps},
       {"launch_us", &Settings::launch_us}, {"link_us", &Settings::link_us},
-      {"call_us", &Settings::call_us}};
+      {"call_us", &Settings::call_us},     {"capturing", &Settings::capturing}};
   return known;
 }
 
@@ -132,6 +133,8 @@ void pause_us(int us) {
   if (enqueues) last_call = now_s();
   take_mutex();
 }
+
+void enter_context() { contexts |= uint64_t{1} << device; }
 
 int random_below(int n) { return int(rng() % unsigned(n)); }
 double now_s() {
@@ -232,6 +235,7 @@ API int cudasim_pending() {
   for (const Stream* s : streams) n += s->queue.size();
   return int(n);
 }
+API uint64_t cudasim_contexts() { return contexts; }
 API double cudasim_host_us() {
   Lock lock;
   return host_us;
@@ -271,6 +275,7 @@ API void cudasim_reset() {
   fault = Fault();
   last_error = cudaSuccess;
   reset_streams();
+  contexts = 0;
   std::fill(std::begin(counters), std::end(counters), 0);
   allocations_until_failure = -1;
   device_heap.peak = device_heap.used;

@@ -101,7 +101,9 @@ void push_kernel(const ptx::Kernel& code, dim3 g, dim3 b, std::string arguments,
 cudaError_t launch(const Kernel* k, dim3 g, dim3 b, void** arguments, size_t shared_bytes,
                    cudaStream_t stream) {
   Lock lock;
+  enter_context();
   if (!k) return result(cudaErrorInvalidDeviceFunction);
+  if (stream_of(stream)->device != device) return result(cudaErrorInvalidResourceHandle);
   if (!k->module || !k->module->count(k->name)) {
     explain(k->name,
             "there is no PTX; compile it with --no-compress and code=compute_XX, and run "

@@ -46,12 +46,14 @@ bool sim::is_pinned(const void* p, size_t size) {
 
 API cudaError_t cudaMalloc(void** p, size_t size) {
   Lock lock;
+  enter_context();
   *p = allocate(size, 512);
   return *p ? result() : result(cudaErrorMemoryAllocation);
 }
 API cudaError_t cudaFree(void* p) {
   Lock lock;
   if (!p) return cudaSuccess;
+  enter_context();
   sync_all();
   count(kFrees);
   // No fault: destructors call this.

@@ -66,7 +66,7 @@ API cudaError_t cudaStreamGetPriority(cudaStream_t, int* p) {
 }
 API cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
 API cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* s) {
-  *s = cudaStreamCaptureStatusNone;
+  *s = settings.capturing != 0 ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
 API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* s,
@@ -80,7 +80,9 @@ API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* 
 
 API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* e, unsigned flags) {
   Lock lock;
+  enter_context();
   auto* const event = new Event;
+  event->device = device;
   if (flags & cudaEventInterprocess) {
     char* const place = staging_heap.take(sizeof(SharedEvent), 512, device);
     memset(place, 0, sizeof(SharedEvent));
@@ -99,6 +101,8 @@ API cudaError_t cudaEventRecordWithFlags(cudaEvent_t ev, cudaStream_t st, unsign
   Lock lock;
   Event* const e = event_of(ev);
   Stream* const s = stream_of(st);
+  enter_context();
+  if (e->device != s->device) return result(cudaErrorInvalidResourceHandle);
   Op op;
   op.name = "record";
   op.traced = false;
@@ -115,6 +119,7 @@ API cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) {
 }
 API cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t ev, unsigned) {
   Lock lock;
+  enter_context();
   const Event* const e = event_of(ev);
   if (!e->latest && !e->remote) return result();  // never recorded: no wait, as in CUDA
   if (e->latest && note_wait(stream_of(s), *e->latest)) return result();
@@ -131,6 +136,7 @@ API cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t ev, unsigned) {
 }
 API cudaError_t cudaEventQuery(cudaEvent_t ev) {
   Lock lock;
+  enter_context();
   poll();
   const Event* const e = event_of(ev);
   const bool done =

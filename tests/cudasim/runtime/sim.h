@@ -24,6 +24,7 @@ constexpr double kEager = 0, kLate = 1, kRandom = 2;  // orders
 struct Settings {
   double order = kEager, seed = 1;
   double devices = 1, slot = 0, memory_mb = 512, arch = 90;
+  double capturing = 0;   // not zero: streams say that a graph is being captured
   double timeout_s = 60;  // until an operation that waits for another rank is an error
   double idle_s = 0.2;    // until a process whose host makes no calls runs what is queued
   double stuck_s = 0.05;  // until a late process that waits for others runs what they may wait for
@@ -109,13 +110,18 @@ struct SharedEvent {  // an event that has a handle for other processes
 };
 struct Event {
   RecordPtr latest;
+  int device = 0;
   SharedEvent* shared = nullptr;
   bool remote = false;
 };
 
 extern std::vector<Stream*>& streams;
 extern thread_local int device;
-extern double host_us;  // the host's virtual clock
+// What all but the simplest calls do: the thread's device gets a context, which on a GPU costs
+// hundreds of megabytes there.
+void enter_context();
+extern std::atomic<uint64_t> contexts;  // a bit for each, since the last reset
+extern double host_us;                  // the host's virtual clock
 Stream* stream_of(cudaStream_t s);
 Stream* new_stream(int device);
 void push(Stream* s, Op op);
