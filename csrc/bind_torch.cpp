@@ -116,7 +116,6 @@ void bind_torch(py::module_& m) {
   bind_unit(m);
   m.def("device_stream", &make_device_stream, py::arg("device"), py::arg("stream"),
         "The communication stream over `torch.cuda.Stream.cuda_stream`, which must outlive it.");
-  m.def("pieces", &pieces);
   m.def("count_write", &count_write);
   m.def("set_gradients", &set_gradients);
   m.def("any_gradients", &any_gradients);

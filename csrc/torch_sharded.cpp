@@ -17,39 +17,16 @@ const at::Tensor& tensor_at(const py::list& tensors, size_t i) {
   return THPVariable_Unpack(tensor);
 }
 
-// An attribute, or nothing: no plain tensor has one of ours.
-py::object attribute(PyObject* object, PyObject* name) {
-  if (THPVariable_CheckExact(object)) return {};
-  PyObject* const found = PyObject_GetAttr(object, name);
-  if (found == nullptr) PyErr_Clear();
-  return py::reinterpret_steal<py::object>(found);
-}
-
-PyObject* local_name() {
+// This rank's piece, or nothing: no plain tensor has one.
+py::object piece_of(PyObject* object) {
   static PyObject* const name = PyUnicode_InternFromString("_local");
-  return name;
-}
-
-PyObject* spec_name() {
-  static PyObject* const name = PyUnicode_InternFromString("_spec");
-  return name;
+  if (THPVariable_CheckExact(object)) return {};
+  PyObject* const piece = PyObject_GetAttr(object, name);
+  if (piece == nullptr) PyErr_Clear();
+  return py::reinterpret_steal<py::object>(piece);
 }
 
 }  // namespace
-
-py::object pieces(const py::sequence& tensors, const py::list& specs) {
-  const size_t size = tensors.size();
-  const bool listed = PyList_Check(tensors.ptr()) || PyTuple_Check(tensors.ptr());
-  if (!listed || size != specs.size()) return py::none();
-  py::list found(size);
-  for (size_t i = 0; i < size; ++i) {
-    PyObject* const tensor = PySequence_Fast_GET_ITEM(tensors.ptr(), i);
-    if (attribute(tensor, spec_name()).ptr() != PyList_GET_ITEM(specs.ptr(), i)) return py::none();
-    PyList_SET_ITEM(found.ptr(), i, attribute(tensor, local_name()).release().ptr());
-    if (PyList_GET_ITEM(found.ptr(), i) == nullptr) return py::none();
-  }
-  return found;
-}
 
 void count_write(py::handle written) {
   PyObject* const object = written.ptr();
@@ -58,7 +35,7 @@ void count_write(py::handle written) {
       count_write(PySequence_Fast_GET_ITEM(object, i));
     return;
   }
-  const py::object piece = attribute(object, local_name());
+  const py::object piece = piece_of(object);
   // While torch.compile traces, pieces are stand-ins that have no counter.
   if (piece && THPVariable_CheckExact(piece.ptr()))
     torch::autograd::impl::bump_version(THPVariable_Unpack(piece.ptr()));

@@ -1,5 +1,5 @@
 // Loops over many sharded tensors. Python makes them (fsdpx/parameter/tensor.py); here only their
-// attributes are known: `_local`, this rank's piece, and `_spec`, which says how they are spread.
+// attribute `_local`, this rank's piece, is known.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -7,9 +7,6 @@
 #include <vector>
 
 namespace fsdpx {
-
-// The pieces of a list of tensors, if all are spread by the very `specs`; None if not.
-pybind11::object pieces(const pybind11::sequence& tensors, const pybind11::list& specs);
 
 // Counts a write on the piece of a sharded tensor, or of each in a list; others are left alone.
 void count_write(pybind11::handle written);

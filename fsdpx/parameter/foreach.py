@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
-from fsdpx import _C
 from fsdpx.parameter.operands import UNSHARDED_TARGET, is_tensor_list, local_operand
 from fsdpx.parameter.spec import Spec
 from fsdpx.parameter.table import Handler, family
@@ -87,7 +87,7 @@ def _own_specs(tensors: Sequence[Any]) -> list[Spec | None]:
 
 def _pieces(
     tensors: Sequence[Any],
-    specs: list[Spec | None],
+    specs: Sequence[Spec | None],
     func: OpOverload,
     zero_dim: bool = False,
 ) -> list[torch.Tensor]:
@@ -96,10 +96,12 @@ def _pieces(
             f"{func}: tensor lists must have the same number of tensors, got {len(specs)} and "
             f"{len(tensors)}"
         )
-    if (alike := _C.pieces(tensors, specs)) is not None:  # nearly always
-        return alike
+    owns = _own_specs(tensors)
+    if owns == specs:  # by identity, nearly always
+        with contextlib.suppress(AttributeError):  # plain ones at the same places
+            return [tensor._local for tensor in tensors]
     pieces: list[torch.Tensor] = []
-    for tensor, spec, own in zip(tensors, specs, _own_specs(tensors), strict=True):
+    for tensor, spec, own in zip(tensors, specs, owns, strict=True):
         if own is spec:
             pieces.append(tensor if own is None else tensor._local)
         elif spec is None:
