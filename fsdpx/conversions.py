@@ -27,14 +27,20 @@ from .unit import Unit, units
 
 @contextlib.contextmanager
 def conversion(module: nn.Module) -> Iterator[None]:
-    """Around `_apply` of a sharded module: what `unshard()` has gathered is freed, and parameters
-    keep what the user hung on them.
+    """Around `_apply` of a sharded module: what `unshard()` has gathered is freed, parameters keep
+    what the user hung on them, and `.grad` does not show what waits for its reduction.
     """
-    for unit in units(module):
+    used = [unit for unit in units(module) if unit.listener is not None]
+    for unit in used:
         if unit.kept_by_user and not unit.held and unit.listener.is_idle:
             unit.listener.reshard(unit)
+    gradients: list[Gradients] = [unit.listener.gradients[unit] for unit in used]
+    for own in gradients:
+        own.hide_waiting()
     with keep_attributes(list(module.parameters())):
         yield
+    for own in gradients:
+        own.show_waiting()
 
 
 def settle_conversions(gradients: Mapping[Unit, Gradients], residency: Residency) -> None:

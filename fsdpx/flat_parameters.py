@@ -11,7 +11,7 @@ from torch.optim.optimizer import _foreach_supported_types as optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as utility_types
 
 from .layout import Entry, Ranges, UnitLayout
-from .parameter import ShardedTensor, Spec
+from .parameter import ShardedTensor, Spec, WaitingGradient
 from .unit import Unit, units
 
 
@@ -64,8 +64,14 @@ class FlatParameter(ShardedTensor):
         Setting None drops them.
         """
         self._follow()
-        if all(self._unit.parameters[index].sharded.grad is None for index in self._members):
+        members = [self._unit.parameters[index].sharded.grad for index in self._members]
+        if all(gradient is None for gradient in members):
             return None
+        waiting = [gradient for gradient in members if isinstance(gradient, WaitingGradient)]
+        if waiting:
+            made = WaitingGradient.make(self)
+            made.members = waiting
+            return made
         length = self._spec.end - self._spec.begin
         flat = self._flat_gradient()[self._start : self._start + length]
         return ShardedTensor(flat, self._spec)

@@ -80,6 +80,8 @@ def hold(
                 f"full_parameters: a forward or backward of unit '{unit.name}' runs; "
                 "use it between steps"
             )
+        if with_grads:
+            schedule.gradients[unit].check_none_waits()
     for unit, schedule in schedules.items():
         schedule.unshard(unit)
         unit.held = True

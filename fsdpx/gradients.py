@@ -8,7 +8,7 @@ import contextlib
 import functools
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 
 from . import _C
 from .dtypes import dtype_code
-from .parameter import ShardedTensor
+from .parameter import ShardedTensor, WaitingGradient
 from .torch_private import storage_use_count
 from .unit import Unit
 
@@ -58,6 +58,20 @@ class _InFlight(NamedTuple):
     added_later: dict[int, torch.Tensor]  # segment -> sum that `deliver` adds to its buffer
 
 
+class Delivered(NamedTuple):
+    """What a unit's reductions in one backward have told.
+
+    Attributes:
+        used: Whether any rank had a gradient of the unit.
+        read: Whether any rank's backward read it.
+        news: The flags that came along, each set if it was on any rank.
+    """
+
+    used: bool
+    read: bool
+    news: list[bool]
+
+
 @dataclass
 class Gradients:
     """What a unit keeps between its backward and the optimizer."""
@@ -68,6 +82,8 @@ class Gradients:
     used: list[bool] = field(default_factory=list)  # parameters with a gradient in `accumulated`
     partial: dict[int, torch.Tensor] = field(default_factory=dict)  # segment -> sum of own replica
     partial_used: list[bool] = field(default_factory=list)  # parameters with one in `partial`
+    waiting: dict[int, WaitingGradient] = field(default_factory=dict)  # in `.grad` of parameters
+    _shown: dict[int, WaitingGradient] = field(default_factory=dict)  # kept from step to step
     in_flight: list[_InFlight] = field(default_factory=list)
     written: set[int] = field(default_factory=set)  # segments that hold this backward's gradients
     waited: set[int] = field(default_factory=set)  # of these, segments with earlier ones, too
@@ -76,7 +92,9 @@ class Gradients:
 
     @property
     def is_pending(self) -> bool:
-        """Whether there are gradients of earlier backwards that `.grad` does not show yet."""
+        """Whether there are gradients of earlier backwards that wait for their reduction."""
+        if self.waiting:
+            return any(self._parameter(i).grad is each for i, each in self.waiting.items())
         return bool(self.accumulated or self.partial)
 
     @property
@@ -107,17 +125,22 @@ class Gradients:
         unit.native.accumulate(unit.comm.native, before, False)
         unit.native.accumulate(unit.comm.native, made, True)
 
-    def reduce(self, scale: float) -> None:
+    def reduce(self, scale: float, news: Sequence[bool] = ()) -> None:
         """Issues the reduction of all gradients so far; `deliver` ends it.
 
         A parameter without a gradient on this rank counts as zeros.
+
+        Args:
+            scale: Of the sum over ranks, replicas included.
+            news: Flags that travel along; as many on all ranks.
         """
         unit = self.unit
+        self._hide_waiting()
         if self.accumulated:
             self.accumulate()
         else:
             self._note_used()
-        used, self.used = [*self.used, unit.was_read], []
+        used, self.used = [*self.used, unit.was_read, *news], []
         unit.was_read = False
         self.waited |= self.accumulated.keys() | self.partial.keys()
         accumulated, self.accumulated = self.accumulated, {}
@@ -140,6 +163,67 @@ class Gradients:
         event = summed or reduction.event
         comm.in_flight.add(event, (accumulated, flats))
         self.in_flight.append(_InFlight(reduction, event, added_later))
+
+    def show_waiting(self) -> None:
+        """Lets `.grad` of parameters show that gradients wait; setting it to something else drops
+        them.
+
+        Also where this rank has none: all ranks must drop the same.
+        """
+        for number in self.accumulated.keys() | self.partial.keys():
+            for entry in self.unit.layout.segments[number].entries:
+                index, parameter = entry.index, self._parameter(entry.index)
+                if index in self.waiting or not parameter.requires_grad:
+                    continue
+                shown = self._shown.get(index)
+                if shown is None or shown.dtype != parameter.dtype:
+                    shown = self._shown[index] = WaitingGradient.make(parameter)
+                self.waiting[index] = shown
+                shown.before, shown.is_zeroed = parameter.grad, False
+                parameter.grad = shown
+
+    def check_none_waits(self) -> None:
+        """Raises if the gradient of a parameter waits."""
+        for index, shown in self.waiting.items():
+            if self._parameter(index).grad is shown:
+                shown.full_tensor()
+
+    def settle_waiting(self) -> None:
+        """Takes over what the user did to gradients that wait."""
+        for index, shown in list(self.waiting.items()):
+            dropped = self._parameter(index).grad is not shown
+            if dropped:
+                self.waiting.pop(index).before = None
+            if dropped or shown.is_zeroed:
+                self._clear_waiting(index, dropped)
+                shown.is_zeroed = False
+            if not self.waiting:  # all are dropped
+                self.forget()
+
+    def _clear_waiting(self, index: int, dropped: bool) -> None:
+        """Sets what waits for one parameter to zero."""
+        number, entry = self.unit.layout.place(index)
+        if number in self.accumulated:
+            self.accumulated[number][entry.offset : entry.offset + entry.numel].zero_()
+        if number in self.partial:
+            start, length = self.unit.layout.local_slice(index, self.unit.group.rank)
+            self.partial[number][start : start + length].zero_()
+        for used in (self.used, self.partial_used):
+            if used and dropped:
+                used[index] = False
+
+    def hide_waiting(self) -> None:
+        """Lets `.grad` be what it was before gradients waited, until `show_waiting`."""
+        self.settle_waiting()
+        self._hide_waiting()
+
+    def _hide_waiting(self) -> None:
+        for index, shown in self.waiting.items():
+            parameter = self._parameter(index)
+            if parameter.grad is shown:
+                parameter.grad = shown.before
+            shown.before = None
+        self.waiting.clear()
 
     def reduce_apart(
         self, given: Mapping[int, torch.Tensor | None], scale: float
@@ -216,18 +300,18 @@ class Gradients:
         for each in self.in_flight:
             self.unit.wait(each.event)
 
-    def deliver(self) -> tuple[bool, bool]:
-        """Waits for the reductions of this backward and sets `.grad` of the parameters used.
-
-        Returns:
-            Whether any rank had a gradient of the unit, and whether any rank's backward read it.
-        """
+    def deliver(self) -> Delivered:
+        """Waits for the reductions of this backward and sets `.grad` of the parameters used."""
         in_flight, self.in_flight = self.in_flight, []
-        used = self.partial_used or [False] * (len(self.unit.parameters) + 1)
+        count = len(self.unit.parameters) + 1
+        used = self.partial_used or [False] * count
         self.partial_used = []
+        news: list[bool] = []
         for each in in_flight:
             self.unit.wait(each.event)
-            used = [a or b for a, b in zip(used, each.reduction.used, strict=True)]
+            flags = each.reduction.used
+            used = [a or b for a, b in zip(used, flags[:count], strict=True)]
+            news = [a or b for a, b in zip(news or flags[count:], flags[count:], strict=True)]
             for number, flat in each.added_later.items():
                 if self.unit.all_reduce_hook is not None:
                     self.unit.all_reduce_hook(flat)
@@ -235,7 +319,7 @@ class Gradients:
         self.unit.comm.in_flight.prune()  # full gradients go now, not at the next collective
         if self.partial:  # the other replicas have not heard of it yet
             self.partial_used = used
-            return False, False
+            return Delivered(False, False, news)
         if self.unit.replicate_comm is not None:
             used = self.unit.on_any_rank(used, self.unit.replicate_comm)
         *used, read = used
@@ -250,7 +334,7 @@ class Gradients:
         self.waited.clear()
         if any(map(_AFTER_ACCUMULATION, self.unit.shards.sharded)):
             self._run_hooks(used)
-        return any(used), read
+        return Delivered(any(used), read, news)
 
     def drop(self) -> None:
         """Forgets the gradients of a backward that failed."""
@@ -263,13 +347,17 @@ class Gradients:
         self.waited.clear()
 
     def forget(self) -> None:
-        """Forgets all gradients that `.grad` does not show yet."""
+        """Forgets all gradients that wait for their reduction."""
         self.drop()
+        self._hide_waiting()
         self.accumulated.clear()
         self.partial.clear()
         self.used, self.partial_used = [], []
 
     # ---- Details
+
+    def _parameter(self, index: int) -> ShardedTensor:
+        return self.unit.shards.sharded[index]
 
     @property
     def _stays_in_replica(self) -> bool:

@@ -26,11 +26,13 @@ from fsdpx.parameter.identity import (
 )
 from fsdpx.parameter.spec import Spec, boxes, rebuild_spec
 from fsdpx.parameter.tensor import ShardedTensor, rebuild_tensor
+from fsdpx.parameter.waiting import WaitingGradient
 
 __all__ = [
     "ShardedTensor",
     "Spec",
     "Traits",
+    "WaitingGradient",
     "boxes",
     "convert_leaf",
     "fill",
