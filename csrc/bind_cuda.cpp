@@ -96,6 +96,11 @@ shared_ptr<Communicator> nvlink_communicator(const shared_ptr<Stream>& stream,
       surroundings(stream, control, control_stream, timeout), copies);
 }
 
+void check_usable(const shared_ptr<Communicator>& communicator) {
+  if (const auto on_device = std::dynamic_pointer_cast<cuda::DeviceCommunicator>(communicator))
+    on_device->check_usable();
+}
+
 int nccl_version() { return cuda::nccl::library().version; }
 
 py::bytes nccl_unique_id() {
@@ -123,6 +128,7 @@ shared_ptr<Communicator> nccl_communicator(Streams, Control, Streams, double, co
   refuse();
 }
 shared_ptr<Communicator> nvlink_communicator(Streams, Control, Streams, double, bool) { refuse(); }
+void check_usable(Control) {}
 int nccl_version() { refuse(); }
 py::bytes nccl_unique_id() { refuse(); }
 #endif
@@ -143,6 +149,8 @@ void bind_cuda(py::module_& m) {
   m.def("nvlink_communicator", &nvlink_communicator, py::arg("stream"), py::arg("control"),
         py::arg("control_stream"), py::arg("timeout"), py::arg("copies"),
         "Collective; an error on every rank where some cannot map another's memory.");
+  m.def("check_usable", &check_usable, py::arg("communicator"),
+        "Raises what broke a communicator on a GPU; a CPU's tells by the end of its collectives.");
   m.def("nccl_version", &nccl_version, "As NCCL writes it; an error where it is missing or old.");
   m.def("nccl_unique_id", &nccl_unique_id);
 }

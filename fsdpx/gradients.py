@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import _C
+from . import _C, staging
 from .dtypes import dtype_code
 from .parameter import ShardedTensor, WaitingGradient
 from .torch_private import storage_use_count
@@ -150,18 +150,8 @@ class Gradients:
         added_later: dict[int, torch.Tensor] = {}
         target = self._partial_target if self._stays_in_replica else self._target
         places = {number: target(number, added_later) for number in numbers}
-        targets = []
-        for number, (flat, add) in places.items():
-            source = accumulated[number].data_ptr() if number in accumulated else 0
-            targets.append((number, flat.data_ptr(), add, source))
-        comm = unit.comm
-        reduction = unit.native.reduce(
-            comm.stream, comm.native, comm.recorder, scale, targets, used
-        )
-        flats = [flat for flat, _ in places.values()]
-        summed = None if self._stays_in_replica else self._sum_over_replicas(flats)
-        event = summed or reduction.event
-        comm.in_flight.add(event, (accumulated, flats))
+        over_replicas = not self._stays_in_replica
+        reduction, event = self._issue(places, accumulated, scale, used, over_replicas)
         self.in_flight.append(_InFlight(reduction, event, added_later))
 
     def show_waiting(self) -> None:
@@ -240,26 +230,16 @@ class Gradients:
         unit = self.unit
         numbers = sorted({unit.layout.place(index)[0] for index in given})
         buffers = {number: self._make_buffer(number) for number in numbers}
-        targets = [(number, made.flat.data_ptr(), False, 0) for number, made in buffers.items()]
+        places = {number: (made.flat, False) for number, made in buffers.items()}
         used = [given.get(index) is not None for index in range(len(unit.parameters))]
         kept = [managed.leaf.grad for managed in unit.parameters]
         try:
             for index, managed in enumerate(unit.parameters):
                 managed.leaf.grad = given.get(index)
-            reduction = unit.native.reduce(
-                unit.comm.stream,
-                unit.comm.native,
-                unit.comm.recorder,
-                scale,
-                targets,
-                [*used, False],
-            )
+            reduction, event = self._issue(places, {}, scale, [*used, False], over_replicas=True)
         finally:
             for managed, gradient in zip(unit.parameters, kept, strict=True):
                 managed.leaf.grad = gradient
-        flats = [made.flat for made in buffers.values()]
-        event = self._sum_over_replicas(flats) or reduction.event
-        unit.comm.in_flight.add(event, (buffers, flats))
         return functools.partial(self._finish_apart, given, buffers, reduction, event)
 
     def _finish_apart(
@@ -272,10 +252,48 @@ class Gradients:
         unit = self.unit
         unit.wait(event)
         used = reduction.used
+        unit.wait_on_host(event)
         if unit.replicate_comm is not None:
             used = unit.on_any_rank(used, unit.replicate_comm)
         views = {i: view for made in buffers.values() for i, view in made.gradients.items()}
         return {index: views[index] if used[index] else None for index in given}
+
+    def _issue(
+        self,
+        places: Mapping[int, tuple[torch.Tensor, bool]],
+        accumulated: Mapping[int, torch.Tensor],
+        scale: float,
+        used: list[bool],
+        over_replicas: bool,
+    ) -> tuple[_C.Reduction, _C.Event]:
+        """Issues a reduce-scatter and what follows it.
+
+        Args:
+            places: By segment: where its sum goes, and whether to add to what is there.
+            accumulated: By segment: full gradients, where the leaves' are not meant.
+            scale: Of the sum.
+            used: By parameter: whether this rank has a gradient.
+            over_replicas: Whether to sum over replicas too.
+
+        Returns:
+            The reduction, and the end of it all.
+        """
+        unit, comm = self.unit, self.unit.comm
+        reduced = {number: self._on_device(*place) for number, place in places.items()}
+        targets = []
+        for number, (_, add) in places.items():
+            source = accumulated[number].data_ptr() if number in accumulated else 0
+            targets.append((number, reduced[number].data_ptr(), add, source))
+        reduction = unit.native.reduce(
+            comm.stream, comm.native, comm.recorder, scale, targets, used
+        )
+        summed = self._sum_over_replicas(list(reduced.values())) if over_replicas else None
+        event = summed or reduction.event
+        if unit.is_offloaded:
+            flats = {number: flat for number, (flat, _) in places.items() if not flat.is_cuda}
+            event = staging.bring_back(comm, [(f, reduced[n]) for n, f in flats.items()])
+        comm.in_flight.add(event, (accumulated, [flat for flat, _ in places.values()]))
+        return reduction, event
 
     def _sum_over_replicas(self, flats: list[torch.Tensor]) -> _C.Event | None:
         """Issues the all-reduce of reduced shards over the replicas, behind the reduce-scatter."""
@@ -312,10 +330,12 @@ class Gradients:
             flags = each.reduction.used
             used = [a or b for a, b in zip(used, flags[:count], strict=True)]
             news = [a or b for a, b in zip(news or flags[count:], flags[count:], strict=True)]
+            self.unit.wait_on_host(each.event)
             for number, flat in each.added_later.items():
                 if self.unit.all_reduce_hook is not None:
                     self.unit.all_reduce_hook(flat)
-                self.buffers[number].flat.add_(flat)
+                total = self.buffers[number].flat
+                total.add_(flat.to(total.device))
         self.unit.comm.in_flight.prune()  # full gradients go now, not at the next collective
         if self.partial:  # the other replicas have not heard of it yet
             self.partial_used = used
@@ -356,6 +376,13 @@ class Gradients:
 
     # ---- Details
 
+    def _on_device(self, flat: torch.Tensor, add: bool) -> torch.Tensor:
+        """`flat`, or what stands for it on the GPU where it is in CPU memory."""
+        unit = self.unit
+        if not unit.is_offloaded or flat.is_cuda:
+            return flat
+        return staging.copies(unit.comm, [flat])[0] if add else staging.room_for(unit.comm, flat)
+
     def _parameter(self, index: int) -> ShardedTensor:
         return self.unit.shards.sharded[index]
 
@@ -385,8 +412,9 @@ class Gradients:
             return flat, add
         if not add:
             flat.zero_()
-        added_later[number] = torch.empty_like(flat) if partial is None else partial
-        return added_later[number], partial is not None
+        room = torch.empty_like(flat, device=self.unit.device) if partial is None else partial
+        added_later[number] = room
+        return room, partial is not None
 
     def _partial_target(
         self, number: int, added_later: dict[int, torch.Tensor]
@@ -426,11 +454,9 @@ class Gradients:
 
     def _make_buffer(self, number: int) -> Buffer:
         layout, rank = self.unit.layout, self.unit.group.rank
-        segment = layout.segments[number]
-        dtype: Any = segment.dtype
-        flat = torch.empty(segment.shard_numel, dtype=dtype, device=self.unit.shards.device)
+        flat = self.unit.shards.empty(number)
         gradients = {}
-        for entry in segment.entries:
+        for entry in layout.segments[number].entries:
             start, length = layout.local_slice(entry.index, rank)
             spec = self.unit.parameters[entry.index].sharded._spec
             gradients[entry.index] = ShardedTensor(flat[start : start + length], spec)

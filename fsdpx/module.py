@@ -83,10 +83,11 @@ class FSDPModule:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any module; gradients that were added up without synchronisation go, too."""
-        super().zero_grad(set_to_none)  # type: ignore[misc]
+        # First: a backward that failed may still write to `.grad`.
         for unit in self._units(recurse=True):
             if unit.listener is not None:
                 unit.listener.forget_gradients([unit])
+        super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def reset_iter_state(self) -> None:
         """Forgets a step that was left in the middle by an exception; gradients that are not in

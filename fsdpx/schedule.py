@@ -394,6 +394,8 @@ class Schedule:
                 if unit.phase is Phase.BACKWARD:
                     unit.to_phase(Phase.IDLE)
             self._progress.end_backward(ok=settled)
+            if not settled:
+                self.residency.let_go()
             self.free_after_backward()
 
     def free_after_backward(self) -> None:
@@ -432,6 +434,8 @@ class Schedule:
 
     def finish_unshard(self, unit: Unit) -> None:
         unit.finish_gather()
+        if unit.gathered is not None:
+            unit.wait_on_host(unit.gathered.event)
         unit.native.swap_in()
 
     def reshard(self, unit: Unit) -> None:
@@ -465,6 +469,8 @@ class Schedule:
 
     def forget_gradients(self, units: Iterable[Unit]) -> None:
         """Drops gradients that wait for their reduction."""
+        if current_backward() == NO_BACKWARD:
+            self._end_abandoned()
         for unit in units:
             self.gradients[unit].forget()
         self._broken &= self._has_pending()

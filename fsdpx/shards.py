@@ -12,6 +12,7 @@ from torch import nn
 from .layout import UnitLayout
 from .mesh import ShardGroup
 from .parameter import ShardedTensor, Spec, Traits, take_over, traits_of
+from .policies import CPUOffloadPolicy
 
 
 @dataclass
@@ -65,11 +66,14 @@ class Shards:
         layout: UnitLayout,
         group: ShardGroup,
         device: torch.device,
+        offload: CPUOffloadPolicy | None,
     ) -> None:
         self._parameters = parameters
         self._layout = layout
         self._group = group
-        self.device = device
+        offload = offload if device.type != "cpu" else None
+        self.device = torch.device("cpu") if offload else device
+        self._pinned = offload is not None and offload.pin_memory
         self._earlier = 0  # generation of shards that `rehome` has replaced
         self.flat = self._make_flat(self._device_of_originals())
         self._take_originals()
@@ -89,11 +93,17 @@ class Shards:
 
     def _make_flat(self, device: torch.device) -> list[torch.Tensor]:
         """One zeroed flat shard per segment."""
-        made = []
-        for segment in self._layout.segments:
-            dtype: Any = segment.dtype
-            made.append(torch.zeros(segment.shard_numel, dtype=dtype, device=device))
-        return made
+        return [self._empty(number, device).zero_() for number in range(len(self._layout.segments))]
+
+    def empty(self, number: int) -> torch.Tensor:
+        """Memory like that of a segment's flat shard, for its gradients."""
+        return self._empty(number, self.device)
+
+    def _empty(self, number: int, device: torch.device) -> torch.Tensor:
+        segment = self._layout.segments[number]
+        dtype: Any = segment.dtype
+        pinned = self._pinned and device.type == "cpu"
+        return torch.empty(segment.shard_numel, dtype=dtype, device=device, pin_memory=pinned)
 
     def _take_originals(self) -> None:
         """Keeps this rank's piece of every parameter and lets the originals go."""
@@ -200,8 +210,9 @@ class Shards:
             )
         if local.device != self.device:
             raise RuntimeError(
-                f"{where} was moved to {local.device} after fully_shard; the unit's mesh is on "
-                f"{self.device}"
+                f"{where} was moved to {local.device} after fully_shard; the unit's shards are on "
+                f"{self.device}, by its mesh or by CPU offload: leave them there, and move buffers "
+                "one by one"
             )
 
 

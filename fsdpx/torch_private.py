@@ -24,6 +24,12 @@ outside_of_transforms = torch._C._DisableFuncTorch
 """A context in which tensors are plain ones, though torch.func's transforms may be running."""
 
 
+def device_types(group: torch.distributed.ProcessGroup) -> set[str]:
+    """Of the tensors that a process group can communicate."""
+    private: Any = group
+    return {device.type for device in private._device_types}
+
+
 def storage_use_count(tensor: torch.Tensor) -> int:
     """How many tensors share `tensor`'s storage, itself included."""
     # The storage object that the question itself makes counts as one.

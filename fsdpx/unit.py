@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from . import _C
+from . import _C, staging
 from .comm import Communicator
 from .dtypes import dtype_code as code
 from .layout import Granularity, ParameterInfo, UnitLayout, plan_unit
 from .memory import Place
 from .mesh import ShardGroup
-from .policies import MixedPrecisionPolicy
+from .policies import CPUOffloadPolicy, MixedPrecisionPolicy
 from .shards import Managed, Shards, original_of, take_edits
 from .states import LEGAL_MOVES, Phase, Storage
 from .zero import ZeroPolicy
@@ -42,7 +42,7 @@ class UnitOptions:
     prefetch: int
     granularity: Granularity | Callable[[str, Any], Granularity]
     zero_stage: int = 3
-    offload: bool = False  # shards and their gradients live in CPU memory
+    offload: CPUOffloadPolicy | None = None
 
 
 class Pending(NamedTuple):
@@ -85,8 +85,8 @@ class Unit:
         self.held = False  # inside full_parameters(): forwards leave it gathered too
         self.trainable: list[bool] = [bool(original_of(m).requires_grad) for m in parameters]
         layout = layout or self._plan(self.trainable)
-        home = torch.device("cpu") if options.offload else device
-        self.shards = Shards(parameters, layout, group, home)
+        self.shards = Shards(parameters, layout, group, device, options.offload)
+        self.is_offloaded = self.shards.device.type != device.type
         self._nothing = torch.empty(1)  # what a unit without elements is attached to, for good
         self.lay_out(layout)
         self.zero = ZeroPolicy(options.zero_stage, options.reshard_after_forward)
@@ -297,31 +297,27 @@ class Unit:
         comm = self.comm
         generation = self.generation  # this rank's own: writes need not be alike on all ranks
         if self._plan_gather is None:
-            self._plan_gather = self._make_gather_plan()
+            self._plan_gather = self._make_gather_plan(self.shards.flat)
             self._followed = None
         # What wrote to the shards may still be queued. And the host runs ahead of a GPU: where it
         # gathers nothing ahead, nor must the stream.
         if self._followed != generation or not self.options.prefetch:
             comm.stream.follow(comm.stream.mark())
             self._followed = generation
+        staged = self.is_offloaded and staging.copies(comm, self.shards.flat)
+        plan = self._make_gather_plan(staged) if staged else self._plan_gather
         for mark in place.free_after:
             comm.stream.follow(mark)
         recording = comm.recorder.enabled
         issued = comm.stream.reached() if recording else time.monotonic_ns()
-        event = comm.native.all_gather(
-            comm.stream,
-            self._plan_gather,
-            place.region,
-            place.offset,
-            comm.recorder,
-        )
+        event = comm.native.all_gather(comm.stream, plan, place.region, place.offset, comm.recorder)
         comm.in_flight.add(event, self.shards.flat)
         self.gathered = Pending(event, place, generation, issued)
         self._to_storage(Storage.GATHERING)
 
-    def _make_gather_plan(self) -> _C.GatherPlan:
+    def _make_gather_plan(self, shards: Sequence[torch.Tensor]) -> _C.GatherPlan:
         segments = []
-        for segment, shard in zip(self.layout.segments, self.shards.flat, strict=True):
+        for segment, shard in zip(self.layout.segments, shards, strict=True):
             if shard.device.type == "meta":
                 raise RuntimeError(
                     f"fsdpx: unit '{self.name}' is still on the meta device: call "
@@ -355,6 +351,11 @@ class Unit:
         event.wait(WAIT_FOREVER)
         end = self.comm.stream.computed()
         recorder.record("compute", self.name, "wait", begin, begin, end, 0)
+
+    def wait_on_host(self, event: _C.Event) -> None:
+        """Blocks until a collective has read or written what is in CPU memory beside a GPU."""
+        if self.is_offloaded:
+            staging.wait_on_host(self.comm, event, self.name)
 
     def on_any_rank(self, flags: Sequence[bool], group: Communicator) -> list[bool]:
         """Which of the flags are set on any rank of `group`; collective, in the order of issue."""

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 import fsdpx
 from fsdpx import FSDPModule, MixedPrecisionPolicy, ShardedTensor, fully_shard, memory
-from fsdpx.fully_shard import make_unit
-from fsdpx.mesh import ShardGroup
-from fsdpx.unit import UnitOptions, unit_of, units
+from fsdpx.unit import unit_of, units
 
 
 def batch() -> Tensor:
@@ -271,13 +269,6 @@ def test_bad_options_are_refused_by_name(options: dict[str, object], message: st
         fully_shard(model, **options)
     assert type(model) is nn.Sequential
     assert type(model[0].weight) is nn.Parameter
-
-
-def test_offload_of_other_meshes_is_refused_by_name() -> None:
-    options = UnitOptions(MixedPrecisionPolicy(), None, 1, "element", offload=True)
-    group = ShardGroup(None, 0, 1, "auto")
-    with pytest.raises(NotImplementedError, match=r"CPU offload on a cuda mesh.*offload_policy"):
-        make_unit([nn.Linear(2, 2)], group, torch.device("cuda"), options, set())
 
 
 def test_resharding_to_one_rank_means_to_keep() -> None:

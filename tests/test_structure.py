@@ -31,7 +31,7 @@ PYTHON_ROWS = (
     ("ops",),
     ("shard_ops",),
     ("comm",),
-    ("memory",),
+    ("memory", "staging"),
     ("parameter",),
     ("mesh",),
     ("shards",),

@@ -61,7 +61,8 @@ class FullyShardedDataParallel(nn.Module):
         process_group: Ranks that share; for hybrid strategies a pair (share, replicate). None: the
             default group, or a single process.
         sharding_strategy: FULL_SHARD if None.
-        cpu_offload: On CPU ranks shards are in CPU memory anyway.
+        cpu_offload: With `offload_params` shards, gradients and so optimizer state live in pinned
+            CPU memory; on CPU ranks they are in CPU memory anyway.
         auto_wrap_policy: Chooses modules below to wrap with the same arguments.
         backward_prefetch: None and BACKWARD_POST gather nothing ahead in backward.
         mixed_precision: Dtypes; `keep_low_precision_grads` is refused.
@@ -108,7 +109,8 @@ class FullyShardedDataParallel(nn.Module):
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         options = unit_options(strategy, mixed_precision, cpu_offload)
         ranks = resolve_ranks(strategy, process_group, device_mesh)
-        device = resolve_device(device_id, device_mesh, module)
+        offloads = options.offload is not None
+        device = resolve_device(device_id, device_mesh, module, offloads=offloads)
         ignored = resolve_ignored(ignored_modules, ignored_states)
         if auto_wrap_policy is not None:
             arguments = {
