@@ -199,7 +199,7 @@ def _gradient_bytes(some: Sequence[Unit]) -> int:
     return sum(segment.shard_bytes for segment in segments if segment.trainable)
 
 
-def _send_buffers(found: list[Unit]) -> int:
+def _send_buffers(found: Sequence[Unit]) -> int:
     largest: dict[Communicator, int] = {}
     for unit in found:
         largest[unit.comm] = max(unit.wire_bytes, largest.get(unit.comm, 0))

@@ -460,8 +460,7 @@ class Gradients:
             start, length = layout.local_slice(entry.index, rank)
             spec = self.unit.parameters[entry.index].sharded._spec
             gradients[entry.index] = ShardedTensor(flat[start : start + length], spec)
-        parameters = [self.unit.parameters[entry.index].sharded for entry in segment.entries]
-        return Buffer(flat, gradients, parameters)
+        return Buffer(flat, gradients, [self._parameter(index) for index in gradients])
 
     def _run_hooks(self, used: list[bool]) -> None:
         """Autograd never sees the sharded parameters: their post-accumulate hooks are called
