@@ -154,7 +154,10 @@ std::vector<ConstSpan> Unit::take_gradients(const SegmentLayout& segment,
     if (!gradient.defined() || entry.numel == 0) continue;
     check(gradient.layout() == at::kStrided, "a sparse gradient reached ", storage_.describe(0),
           ": use dense gradients (sparse=False)");
-    if (gradient.requires_grad()) gradient = gradient.detach();  // its graph may go
+    if (gradient.requires_grad()) {
+      took_graph_ = true;
+      gradient = gradient.detach();  // the graph may go
+    }
     gradient = gradient.contiguous();
     if (native_dtype(gradient.scalar_type()) != segment.gradient)
       gradient = gradient.to(leaves_[entry.leaf].scalar_type());

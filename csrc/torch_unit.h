@@ -8,6 +8,7 @@
 #include <memory>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "comm_queue.h"
@@ -89,6 +90,8 @@ class Unit {
       const;  // leaves whose gradient the running backward accumulates, or has accumulated
   void forget_backward() { num_missing_.clear(); }
   void drop_gradients();
+  // Whether a gradient that was taken since the last call had a graph (create_graph=True).
+  bool took_graph() { return std::exchange(took_graph_, false); }
   std::vector<bool> has_gradients() const;
 
   // Adds the leaves' gradients to flat buffers (in the accumulator dtype; `first`: overwrites) and
@@ -117,6 +120,7 @@ class Unit {
   pybind11::object owner_;
   bool notify_ = false;
   int64_t version_ = 0;
+  bool took_graph_ = false;
   std::vector<at::Tensor> leaves_;
   std::vector<std::shared_ptr<void>>
       accumulators_;  // keeps the AccumulateGrad nodes that carry our hooks
