@@ -67,6 +67,14 @@ class Unit {
   // The owner of the unit whose storage `tensor` views, or None.
   static pybind11::object owner_of(const at::Tensor& tensor);
 
+  // ---- The full parameters' memory
+  // `data` holds `num_bytes` of them. `newer`: other values than were attached before; what
+  // autograd saved of those must not be read, as after an edit in place.
+  void attach(void* data, bool newer);
+  void detach();
+  bool edited() const { return version() != version_; }  // a leaf, in place, since attach()
+  void forget_edits() { version_ = version(); }
+
   // ---- Reading in backward
   bool ready() const { return storage_.attached() && !notify_; }
   void access();  // asks the owner to gather when a backward is running
@@ -85,8 +93,6 @@ class Unit {
   // Whether a gradient that was taken since the last call had a graph (create_graph=True).
   bool took_graph() { return std::exchange(took_graph_, false); }
   std::vector<bool> has_gradients() const;
-  int64_t gradient_version()
-      const;  // moves when a full parameter is edited in place, also through `.data`
   void note_write() { ++num_writes_; }  // an operator is about to write to a full parameter
 
   // Adds the leaves' gradients to flat buffers (in the accumulator dtype; `first`: overwrites) and
@@ -103,6 +109,7 @@ class Unit {
  private:
   friend struct GradientArrival;
   void arrived();
+  int64_t version() const;  // sum of the leaves' version counters
   void call_owner(const char* method);
   std::vector<ConstSpan> take_gradients(const SegmentLayout& segment,
                                         std::vector<at::Tensor>& keep_alive);
@@ -113,7 +120,8 @@ class Unit {
   std::vector<SegmentLayout> segments_;
   pybind11::object owner_;
   bool notify_ = false;
-  int64_t num_writes_ = 0;
+  int64_t version_ = 0;
+  int64_t num_writes_ = 0;  // also through `.data`, which moves no version counter
   bool took_graph_ = false;
   std::vector<at::Tensor> leaves_;
   std::vector<std::shared_ptr<void>>

@@ -256,6 +256,7 @@ def methods(device: str) -> Any:
     backward(model, device)
     model.zero_grad()
     model.reset_iter_state()
+    model.set_requires_gradient_sync(True)
     return losses, full, values(model), train(model, sgd(model), device)
 
 
