@@ -67,9 +67,14 @@ void bind_unit(py::module_& m) {
       .def("set_owner", &Unit::set_owner)
       .def_static("owner_of", &Unit::owner_of)
       .def("set_names", &set_names)
-      .def("attach",
-           [](Unit& unit, uintptr_t data) { unit.storage().attach(reinterpret_cast<void*>(data)); })
-      .def("detach", [](Unit& unit) { unit.storage().detach(); })
+      .def(
+          "attach",
+          [](Unit& unit, uintptr_t data, std::shared_ptr<Event> gathered) {
+            unit.attach(reinterpret_cast<void*>(data), std::move(gathered));
+          },
+          py::arg("data"), py::arg("gathered").none(true) = nullptr,
+          "Whoever reads the memory on another stream than the caller's waits for `gathered`.")
+      .def("detach", &Unit::detach)
       .def_property_readonly("attached", [](const Unit& unit) { return unit.storage().attached(); })
       .def("segment",
            [](const Unit& unit, int64_t offset, int64_t numel, const py::object& dtype) {

@@ -69,7 +69,18 @@ void Unit::call_owner(const char* method) {
   }
 }
 
+void Unit::attach(void* data, std::shared_ptr<Event> gathered) {
+  storage_.attach(data);
+  gathered_ = std::move(gathered);
+}
+
+void Unit::detach() {
+  storage_.detach();
+  gathered_ = nullptr;
+}
+
 void Unit::access() {
+  if (gathered_ != nullptr && !gathered_->is_followed()) gathered_->wait(0);  // a GPU's: no waiting
   if (ready() || torch::autograd::get_current_graph_task_id() == -1) return;
   notify_ = false;
   call_owner("on_access");

@@ -67,8 +67,14 @@ class Unit {
   static pybind11::object owner_of(const at::Tensor& tensor);
 
   // ---- Reading in backward
-  bool ready() const { return storage_.attached() && !notify_; }
-  void access();  // asks the owner to gather when a backward is running
+  bool ready() const {
+    return storage_.attached() && !notify_ && (gathered_ == nullptr || gathered_->is_followed());
+  }
+  // Makes torch's current stream wait for the gather, as the first reader's does; asks the owner to
+  // gather when a backward is running.
+  void access();
+  void attach(void* data, std::shared_ptr<Event> gathered);
+  void detach();
   void set_notify(bool on) {
     notify_ = on;
   }  // the next access in a backward is told to the owner though the unit is gathered
@@ -109,6 +115,7 @@ class Unit {
   std::vector<SegmentLayout> segments_;
   pybind11::object owner_;
   bool notify_ = false;
+  std::shared_ptr<Event> gathered_;  // the end of the gather of what is attached
   std::vector<at::Tensor> leaves_;
   std::vector<std::shared_ptr<void>>
       accumulators_;  // keeps the AccumulateGrad nodes that carry our hooks

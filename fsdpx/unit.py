@@ -345,7 +345,7 @@ class Unit:
         gathered = self.gathered
         assert gathered is not None
         self.wait(gathered.event)
-        self.native.attach(gathered.place.pointer)
+        self.native.attach(gathered.place.pointer, gathered.event)
         if self._attached not in (None, gathered.generation):
             # What autograd saved of the former weights must not be read: as after an in-place edit.
             increment_version([managed.leaf for managed in self.parameters])
@@ -383,8 +383,8 @@ class Unit:
         comm, place = self.comm, gathered.place
         if POISON:
             comm.native.poison(place.pointer, place.num_bytes)
-        if (mark := comm.stream.mark()) is not None:
-            place = place._replace(free_after=(mark,))
+        if marks := comm.stream.marks_of_users(gathered.event):
+            place = place._replace(free_after=tuple(marks))
         self.gathered = None
         self._move(Storage.SHARDED)
         recorder = self.comm.recorder
