@@ -92,10 +92,10 @@ def waits_for_the_side_stream(rank: int, world_size: int) -> int:
     side = torch.cuda.Stream()
     with cudasim_waits() as waits:
         train(rank, side, None)
-    streams = {wait["stream"] for wait in waits if wait["before"].startswith("AllGather")}
-    (comm,) = streams
-    (other,) = {w["event_stream"] for w in waits if w["stream"] == 0} - {0, comm}
-    return sum(w["stream"] == comm and w["event_stream"] == other for w in waits)
+    named = [(w["stream"], w["event_stream"]) for w in waits if w["after"].startswith("AllGather")]
+    (comm,) = {event_stream for _, event_stream in named}
+    (other,) = {stream for stream, _ in named} - {0}
+    return sum((w["stream"], w["event_stream"]) == (comm, other) for w in waits)
 
 
 @contextlib.contextmanager

@@ -37,12 +37,16 @@ __device__ __forceinline__ To finished(Acc value, double scale, bool accumulate,
   return narrow<To>(value);
 }
 
+// Vectors that a thread has under way: two, or one where two would not fit its registers.
+template <typename From, typename To>
+inline constexpr int kBatchOf = sizeof(From) < 8 && sizeof(To) * kVector<From, To> <= 32 ? 2 : 1;
+
 // dst[i] = cast(scale * src[i]) (+ dst[i]) in a piece, for all bases. Unsigned types stand for bits
 // that are copied.
 template <typename From, typename To>
 struct Convert {
   static constexpr int kNumel = kVector<From, To>;
-  static constexpr int kBatch = 2;
+  static constexpr int kBatch = kBatchOf<From, To>;
   // Doubles to and from eighths go element by element: nobody moves many, and their code is long.
   static constexpr bool kVectors = kNumel < 16 || (sizeof(From) < 8 && sizeof(To) < 8);
   struct State {
@@ -106,7 +110,7 @@ __global__ void __launch_bounds__(kNumThreads)
 template <typename From, typename To>
 struct Reduce {
   static constexpr int kNumel = kVector<From, To>;
-  static constexpr int kBatch = 2;
+  static constexpr int kBatch = kBatchOf<From, To>;
   static constexpr bool kVectors = sizeof(To) > 1 && Convert<From, To>::kVectors;
   using Acc = Accumulator<From, To>;
   using In = Vector<From, kNumel>;
