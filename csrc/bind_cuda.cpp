@@ -102,6 +102,11 @@ bool may_have_nvlink(int device, const std::string& other) {
   return cuda::may_have_nvlink(device, other);
 }
 
+void check_usable(const shared_ptr<Communicator>& communicator) {
+  if (const auto on_device = std::dynamic_pointer_cast<cuda::DeviceCommunicator>(communicator))
+    on_device->check_usable();
+}
+
 int nccl_version() { return cuda::nccl::library().version; }
 
 py::bytes nccl_unique_id() {
@@ -131,6 +136,7 @@ shared_ptr<Communicator> nccl_communicator(Streams, Control, Streams, double, co
 shared_ptr<Communicator> nvlink_communicator(Streams, Control, Streams, double, bool) { refuse(); }
 std::string gpu_bus_id(int) { refuse(); }
 bool may_have_nvlink(int, const std::string&) { refuse(); }
+void check_usable(Control) {}
 int nccl_version() { refuse(); }
 py::bytes nccl_unique_id() { refuse(); }
 #endif
@@ -154,6 +160,8 @@ void bind_cuda(py::module_& m) {
   m.def("gpu_bus_id", &gpu_bus_id, py::arg("device"), "The name of a GPU in every process.");
   m.def("may_have_nvlink", &may_have_nvlink, py::arg("device"), py::arg("bus_id"),
         "False where peer access to that GPU goes over PCIe.");
+  m.def("check_usable", &check_usable, py::arg("communicator"),
+        "Raises what broke a communicator on a GPU; a CPU's tells by the end of its collectives.");
   m.def("nccl_version", &nccl_version, "As NCCL writes it; an error where it is missing or old.");
   m.def("nccl_unique_id", &nccl_unique_id);
 }

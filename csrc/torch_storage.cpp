@@ -42,7 +42,9 @@ GatheredStorage::~GatheredStorage() {
   handle_->unit = nullptr;
   detached_message_ =
       "fsdpx: unit '" + unit_name_ +
-      "' no longer exists: its module was deleted while a view of its parameters is still in use";
+      "' no longer exists as a forward has read it: its module was deleted, or was converted to "
+      "another dtype, while a backward or a view of its parameters is still to come. Run the "
+      "forward again";
   detach();
   release_handle(handle_);
 }

@@ -81,7 +81,7 @@ def _managed_at(unit: Unit, module: nn.Module, name: str) -> Managed | None:
 
 def _refuse(unit: Unit, path: str, parameter: nn.Parameter, before: Managed | None) -> None:
     where = f"fsdpx: parameter '{path}' of unit '{unit.name}'"
-    if isinstance(parameter, ShardedTensor):
+    if isinstance(parameter, ShardedTensor) and parameter._leaf is not None:
         raise RuntimeError(
             f"{where} is '{parameter._spec.name}' of another unit since fully_shard: tie "
             "parameters before, in a module that encloses both and is one unit"

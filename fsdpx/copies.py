@@ -10,6 +10,7 @@ from torch import nn
 
 from .attributes import install_parameters, watch
 from .collect import managed_modules
+from .conversions import layout_of
 from .unit import Phase, Unit, containers, unit_of
 
 _UNDERWAY = "fsdpx: what is being copied"
@@ -63,7 +64,7 @@ def _twin(unit: Unit, memo: dict[Any, Any]) -> Unit:
             "copy.deepcopy between steps"
         )
     with torch.inference_mode(False):
-        twin = unit.twin()
+        twin = unit.twin(layout_of(unit))
     for group in (unit.group.process_group, unit.group.replicate_group):
         memo[id(group)] = group  # the same ranks
     for old, new in zip(unit.parameters, twin.parameters, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from torch import nn
@@ -11,6 +12,7 @@ from .schedule import Schedule
 from .unit import Unit, units
 
 _MIB = 2**20
+_OF_OFFLOAD = ("staging", "host_shards", "host_gradients")
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class UnitDescription:
         zero_stage: 1, 2 or 3.
         kept: Whether it stays gathered from forward to backward (in stages 1 and 2 until its
             weights change).
+        offloaded: Whether shards and gradients are in CPU memory though the ranks compute on GPUs.
     """
 
     name: str
@@ -45,34 +48,50 @@ class UnitDescription:
     gradient_bytes: int
     zero_stage: int
     kept: bool
+    offloaded: bool
 
 
 @dataclass(frozen=True)
 class MemoryDescription:
     """Bytes that one training step takes on this rank, apart from activations and optimizer state.
 
+    Those whose names begin with `host_` are in CPU memory while the ranks compute on GPUs, all
+    others where they compute.
+
     Attributes:
         shards: Sharded parameters.
         gradients: Sharded gradients (as large as the trainable shards).
+        staging: The largest share of an offloaded unit, on its way to or from CPU memory.
         arenas: Slots of the scheduled units, all nesting levels.
         kept: Memory of units that stay gathered.
         accumulated: Full gradients, in the reduce dtype, of units of stage 1; only while
             micro-batches add up.
         unit_gradients: Full gradients of the largest unit, as backward makes them.
         send_buffers: Two packed gradient buffers of the largest unit, in the wire dtype.
+        host_shards: Sharded parameters of offloaded units.
+        host_gradients: Their sharded gradients.
     """
 
     shards: int
     gradients: int
+    staging: int
     arenas: int
     kept: int
     accumulated: int
     unit_gradients: int
     send_buffers: int
+    host_shards: int
+    host_gradients: int
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self))
+        """Without what is in CPU memory while the ranks compute on GPUs."""
+        return sum(num_bytes for name, num_bytes in self.parts if not name.startswith("host_"))
+
+    @property
+    def parts(self) -> list[tuple[str, int]]:
+        """Names and bytes."""
+        return [(field.name, getattr(self, field.name)) for field in fields(self)]
 
 
 @dataclass(frozen=True)
@@ -87,16 +106,19 @@ class Description:
         for unit in self.units:
             pad = 100 * unit.padding_bytes / max(1, unit.gathered_bytes)
             kept = ", kept" if unit.kept else ""
+            where = " in CPU memory" if unit.offloaded else ""
             lines.append(
                 f"  {unit.name}: {unit.num_parameters} parameters, {unit.numel:,} elements, "
                 f"{_mib(unit.gathered_bytes)} gathered ({pad:.1f} % padding), "
                 f"{_mib(unit.shard_bytes)} per rank of "
-                f"{unit.world_size}, ZeRO-{unit.zero_stage}{kept}; {unit.comm} ({unit.reason})"
+                f"{unit.world_size}{where}, ZeRO-{unit.zero_stage}{kept}; {unit.comm} "
+                f"({unit.reason})"
             )
         memory = self.memory
         lines.append("memory of a step on this rank, without activations and optimizer state")
-        for field in fields(memory):
-            lines.append(f"  {field.name.replace('_', ' ')}: {_mib(getattr(memory, field.name))}")
+        for name, num_bytes in memory.parts:
+            if num_bytes or name not in _OF_OFFLOAD:
+                lines.append(f"  {name.replace('_', ' ')}: {_mib(num_bytes)}")
         lines.append(f"  total: {_mib(memory.total)}")
         return "\n".join(lines)
 
@@ -104,8 +126,8 @@ class Description:
 def describe(model: nn.Module) -> Description:
     """Says what was decided for a model's units: communicator and why, layout, memory.
 
-    Collective if the model has not been called yet: the ranks then agree on communicators and
-    memory.
+    Collective if the model has not been called since it was sharded or converted: the ranks then
+    agree on communicators and memory.
 
     Args:
         model: A module that `fully_shard` was called on, or one that holds such modules.
@@ -119,6 +141,9 @@ def describe(model: nn.Module) -> Description:
     if not all_schedules(model):
         make_schedule(model)
     schedules = all_schedules(model)
+    for schedule in schedules:
+        if schedule.is_idle:
+            schedule.settle_conversions()
     owner = {unit: schedule for schedule in schedules for unit in schedule.units}
     described = tuple(_describe_unit(unit, owner[unit]) for unit in found)
     return Description(described, _describe_memory(found, described, schedules))
@@ -139,23 +164,37 @@ def _describe_unit(unit: Unit, schedule: Schedule) -> UnitDescription:
         gradient_bytes=layout.trainable_bytes,
         zero_stage=unit.zero.stage,
         kept=schedule.residency.has_own_memory(unit),
+        offloaded=unit.is_offloaded,
     )
 
 
 def _describe_memory(
-    found: list[Unit], described: tuple[UnitDescription, ...], schedules: list[Schedule]
+    found: Sequence[Unit], described: tuple[UnitDescription, ...], schedules: list[Schedule]
 ) -> MemoryDescription:
     memories = [memory for schedule in schedules for memory in schedule.residency.memories.values()]
-    segments = [segment for unit in found for segment in unit.layout.segments if segment.trainable]
+    here = [unit for unit in found if not unit.is_offloaded]
+    on_host = [unit for unit in found if unit.is_offloaded]
     return MemoryDescription(
-        shards=sum(unit.shard_bytes for unit in described),
-        gradients=sum(segment.shard_bytes for segment in segments),
+        shards=_shard_bytes(here),
+        gradients=_gradient_bytes(here),
+        staging=max((_shard_bytes([unit]) for unit in on_host), default=0),
         arenas=sum(sum(memory.arena_num_bytes.values()) for memory in memories),
         kept=sum(unit.gathered_bytes for unit in described if unit.kept),
         accumulated=sum(unit.accumulated_bytes for unit in found if unit.zero.stage == 1),
         unit_gradients=max((unit.gradient_bytes for unit in described), default=0),
         send_buffers=2 * max((unit.wire_bytes for unit in found), default=0),
+        host_shards=_shard_bytes(on_host),
+        host_gradients=_gradient_bytes(on_host),
     )
+
+
+def _shard_bytes(some: Sequence[Unit]) -> int:
+    return sum(unit.layout.shard_bytes for unit in some)
+
+
+def _gradient_bytes(some: Sequence[Unit]) -> int:
+    segments = [segment for unit in some for segment in unit.layout.segments]
+    return sum(segment.shard_bytes for segment in segments if segment.trainable)
 
 
 def _mib(num_bytes: int) -> str:

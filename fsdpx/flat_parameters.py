@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim.optimizer import _foreach_supported_types as optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as utility_types
 
-from .layout import Entry, Ranges
-from .parameter import ShardedTensor, Spec
+from .layout import Entry, Ranges, UnitLayout
+from .parameter import ShardedTensor, Spec, WaitingGradient
 from .unit import Unit, units
 
 
@@ -23,6 +23,7 @@ class FlatParameter(ShardedTensor):
     """
 
     _unit: Unit
+    _layout: UnitLayout  # the unit's when this was made
     _segment: int
     _flat: torch.Tensor  # the flat shard
     _start: int  # there
@@ -42,7 +43,8 @@ class FlatParameter(ShardedTensor):
             FlatParameter, flat[start : start + spec.end - spec.begin], spec, requires_grad=True
         )
         made._is_param = True
-        made._unit, made._segment, made._flat, made._start = unit, segment, flat, start
+        made._unit, made._layout = unit, unit.layout
+        made._segment, made._flat, made._start = segment, flat, start
         made._members = dict(zip((entry.index for entry in entries), names, strict=True))
         return made
 
@@ -62,8 +64,14 @@ class FlatParameter(ShardedTensor):
         Setting None drops them.
         """
         self._follow()
-        if all(self._unit.parameters[index].sharded.grad is None for index in self._members):
+        members = [self._unit.parameters[index].sharded.grad for index in self._members]
+        if all(gradient is None for gradient in members):
             return None
+        waiting = [gradient for gradient in members if isinstance(gradient, WaitingGradient)]
+        if waiting:
+            made = WaitingGradient.make(self)
+            made.members = waiting
+            return made
         length = self._spec.end - self._spec.begin
         flat = self._flat_gradient()[self._start : self._start + length]
         return ShardedTensor(flat, self._spec)
@@ -111,7 +119,17 @@ class FlatParameter(ShardedTensor):
         return buffer.flat  # type: ignore[no-any-return]
 
     def _follow(self) -> None:
-        """Takes the memory that the unit has now: `to_empty()` moves it."""
+        """Takes the memory that the unit has now: `to_empty()` moves it.
+
+        Raises:
+            RuntimeError: The unit has other dtypes now.
+        """
+        if self._unit.layout is not self._layout or self._unit.shards.first_moved() is not None:
+            raise RuntimeError(
+                f"flat_parameters: '{self._spec.name}' is of the model before it was converted or "
+                "moved (to(), half(), to_empty()): run a forward, call flat_parameters again, and "
+                "give its result to a new optimizer"
+            )
         flat = self._unit.shards.flat[self._segment]
         if flat is not self._flat:
             length = self._spec.end - self._spec.begin

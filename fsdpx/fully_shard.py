@@ -53,15 +53,16 @@ def fully_shard(  # type: ignore[misc]  # the overloads leave the options to thi
         module: A module, or a list of modules that form one unit. Its class is swapped for one that
             is also an `FSDPModule`; names, hooks and `requires_grad` stay as they were.
         mesh: 1-D mesh of the ranks that share the parameters, on CPU or CUDA. None: the default
-            process group, or a single process, on the current GPU if a parameter is on a GPU.
+            process group, or a single process, on the current GPU if a parameter is on a GPU or
+            `offload_policy` offloads from it.
         reshard_after_forward: Whether to free the parameters between forward and backward. None:
             as `zero_stage` wants; in stage 3 True, but False for the outermost module, whose
             parameters backward needs at once. The number of ranks that share the parameters counts
             as True, and 1 as False; other numbers are not supported.
         shard_placement_fn: Not supported; see `granularity`.
         mp_policy: Dtypes of computation and reduction; see `MixedPrecisionPolicy`.
-        offload_policy: On a CPU mesh the shards are in CPU memory anyway; on other meshes
-            `CPUOffloadPolicy` is not supported yet.
+        offload_policy: `CPUOffloadPolicy()` keeps shards, gradients and so optimizer state in CPU
+            memory; on a CPU mesh they are there anyway.
         ignored_params: Parameters to leave as they are.
         zero_stage: Optimizer state is sharded in every stage. 3: parameters are gathered for each
             forward and backward, gradients are reduced in each backward. 2: parameters are gathered
@@ -89,9 +90,10 @@ def fully_shard(  # type: ignore[misc]  # the overloads leave the options to thi
     policy = mp_policy or MixedPrecisionPolicy()
     _check_options(prefetch, shard_placement_fn, offload_policy, zero_stage, comm)
     _check_modules(modules)
-    group, device = resolve_mesh(mesh, comm, (p for m in modules for p in m.parameters()))
+    offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
+    parameters = (p for m in modules for p in m.parameters())
+    group, device = resolve_mesh(mesh, comm, parameters, offloads=offload is not None)
     reshard = _check_reshard(reshard_after_forward, zero_stage, group.size)
-    offload = isinstance(offload_policy, CPUOffloadPolicy)
     options = UnitOptions(policy, reshard, prefetch, granularity, zero_stage, offload)
     make_unit(modules, group, device, options, ignored_params or set())
     for each in modules:
@@ -117,11 +119,6 @@ def make_unit(
         ignored: Parameters to leave as they are.
         caller: The module whose calls are the unit's; the modules themselves if None.
     """
-    if options.offload and device.type != "cpu":
-        raise NotImplementedError(
-            f"fsdpx: CPU offload on a {device.type} mesh is not supported yet: leave "
-            "offload_policy or cpu_offload away, or use a CPU mesh"
-        )
     parameters = collect(modules, ignored, device)
     originals = {id(managed.original): managed for managed in parameters}
     with torch.inference_mode(False):  # shards are written to in training

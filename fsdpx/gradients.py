@@ -7,15 +7,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-from . import _C
+from . import _C, staging
 from .dtypes import dtype_code
-from .parameter import ShardedTensor
+from .parameter import ShardedTensor, WaitingGradient
 from .torch_private import storage_use_count
 from .unit import Unit
 
@@ -55,6 +55,20 @@ class _InFlight(NamedTuple):
     added_later: dict[int, torch.Tensor]  # segment -> sum that `deliver` adds to its buffer
 
 
+class Delivered(NamedTuple):
+    """What a unit's reductions in one backward have told.
+
+    Attributes:
+        used: Whether any rank had a gradient of the unit.
+        read: Whether any rank's backward read it.
+        news: The flags that came along, each set if it was on any rank.
+    """
+
+    used: bool
+    read: bool
+    news: list[bool]
+
+
 @dataclass
 class Gradients:
     """What a unit keeps between its backward and the optimizer."""
@@ -65,6 +79,8 @@ class Gradients:
     used: list[bool] = field(default_factory=list)  # parameters with a gradient in `accumulated`
     partial: dict[int, torch.Tensor] = field(default_factory=dict)  # segment -> sum of own replica
     partial_used: list[bool] = field(default_factory=list)  # parameters with one in `partial`
+    waiting: dict[int, WaitingGradient] = field(default_factory=dict)  # in `.grad` of parameters
+    _shown: dict[int, WaitingGradient] = field(default_factory=dict)  # kept from step to step
     in_flight: list[_InFlight] = field(default_factory=list)
     written: set[int] = field(default_factory=set)  # segments that hold this backward's gradients
     waited: set[int] = field(default_factory=set)  # of these, segments with earlier ones, too
@@ -73,7 +89,9 @@ class Gradients:
 
     @property
     def is_pending(self) -> bool:
-        """Whether there are gradients of earlier backwards that `.grad` does not show yet."""
+        """Whether there are gradients of earlier backwards that wait for their reduction."""
+        if self.waiting:
+            return any(self._parameter(i).grad is each for i, each in self.waiting.items())
         return bool(self.accumulated or self.partial)
 
     @property
@@ -104,17 +122,22 @@ class Gradients:
         unit.native.accumulate(unit.comm.native, before, False)
         unit.native.accumulate(unit.comm.native, made, True)
 
-    def reduce(self, scale: float) -> None:
+    def reduce(self, scale: float, news: Sequence[bool] = ()) -> None:
         """Issues the reduction of all gradients so far; `deliver` ends it.
 
         A parameter without a gradient on this rank counts as zeros.
+
+        Args:
+            scale: Of the sum over ranks, replicas included.
+            news: Flags that travel along; as many on all ranks.
         """
         unit = self.unit
+        self._hide_waiting()
         if self.accumulated:
             self.accumulate()
         else:
             self._note_used()
-        used, self.used = [*self.used, unit.was_read], []
+        used, self.used = [*self.used, unit.was_read, *news], []
         unit.was_read = False
         self.waited |= self.accumulated.keys() | self.partial.keys()
         accumulated, self.accumulated = self.accumulated, {}
@@ -124,19 +147,70 @@ class Gradients:
         added_later: dict[int, torch.Tensor] = {}
         target = self._partial_target if self._stays_in_replica else self._target
         places = {number: target(number, added_later) for number in numbers}
-        targets = []
-        for number, (flat, add) in places.items():
-            source = accumulated[number].data_ptr() if number in accumulated else 0
-            targets.append((number, flat.data_ptr(), add, source))
-        comm = unit.comm
-        reduction = unit.native.reduce(
-            comm.stream, comm.native, comm.recorder, scale, targets, used
-        )
-        flats = [flat for flat, _ in places.values()]
-        summed = None if self._stays_in_replica else self._sum_over_replicas(flats)
-        event = summed or reduction.event
-        comm.in_flight.add(event, (accumulated, flats))
+        over_replicas = not self._stays_in_replica
+        reduction, event = self._issue(places, accumulated, scale, used, over_replicas)
         self.in_flight.append(_InFlight(reduction, event, added_later))
+
+    def show_waiting(self) -> None:
+        """Lets `.grad` of parameters show that gradients wait; setting it to something else drops
+        them.
+
+        Also where this rank has none: all ranks must drop the same.
+        """
+        for number in self.accumulated.keys() | self.partial.keys():
+            for entry in self.unit.layout.segments[number].entries:
+                index, parameter = entry.index, self._parameter(entry.index)
+                if index in self.waiting or not parameter.requires_grad:
+                    continue
+                shown = self._shown.get(index)
+                if shown is None or shown.dtype != parameter.dtype:
+                    shown = self._shown[index] = WaitingGradient.make(parameter)
+                self.waiting[index] = shown
+                shown.before, shown.is_zeroed = parameter.grad, False
+                parameter.grad = shown
+
+    def check_none_waits(self) -> None:
+        """Raises if the gradient of a parameter waits."""
+        for index, shown in self.waiting.items():
+            if self._parameter(index).grad is shown:
+                shown.full_tensor()
+
+    def settle_waiting(self) -> None:
+        """Takes over what the user did to gradients that wait."""
+        for index, shown in list(self.waiting.items()):
+            dropped = self._parameter(index).grad is not shown
+            if dropped:
+                self.waiting.pop(index).before = None
+            if dropped or shown.is_zeroed:
+                self._clear_waiting(index, dropped)
+                shown.is_zeroed = False
+            if not self.waiting:  # all are dropped
+                self.forget()
+
+    def _clear_waiting(self, index: int, dropped: bool) -> None:
+        """Sets what waits for one parameter to zero."""
+        number, entry = self.unit.layout.place(index)
+        if number in self.accumulated:
+            self.accumulated[number][entry.offset : entry.offset + entry.numel].zero_()
+        if number in self.partial:
+            start, length = self.unit.layout.local_slice(index, self.unit.group.rank)
+            self.partial[number][start : start + length].zero_()
+        for used in (self.used, self.partial_used):
+            if used and dropped:
+                used[index] = False
+
+    def hide_waiting(self) -> None:
+        """Lets `.grad` be what it was before gradients waited, until `show_waiting`."""
+        self.settle_waiting()
+        self._hide_waiting()
+
+    def _hide_waiting(self) -> None:
+        for index, shown in self.waiting.items():
+            parameter = self._parameter(index)
+            if parameter.grad is shown:
+                parameter.grad = shown.before
+            shown.before = None
+        self.waiting.clear()
 
     def reduce_apart(
         self, given: Mapping[int, torch.Tensor | None], scale: float
@@ -153,26 +227,16 @@ class Gradients:
         unit = self.unit
         numbers = sorted({unit.layout.place(index)[0] for index in given})
         buffers = {number: self._make_buffer(number) for number in numbers}
-        targets = [(number, made.flat.data_ptr(), False, 0) for number, made in buffers.items()]
+        places = {number: (made.flat, False) for number, made in buffers.items()}
         used = [given.get(index) is not None for index in range(len(unit.parameters))]
         kept = [managed.leaf.grad for managed in unit.parameters]
         try:
             for index, managed in enumerate(unit.parameters):
                 managed.leaf.grad = given.get(index)
-            reduction = unit.native.reduce(
-                unit.comm.stream,
-                unit.comm.native,
-                unit.comm.recorder,
-                scale,
-                targets,
-                [*used, False],
-            )
+            reduction, event = self._issue(places, {}, scale, [*used, False], over_replicas=True)
         finally:
             for managed, gradient in zip(unit.parameters, kept, strict=True):
                 managed.leaf.grad = gradient
-        flats = [made.flat for made in buffers.values()]
-        event = self._sum_over_replicas(flats) or reduction.event
-        unit.comm.in_flight.add(event, (buffers, flats))
         return functools.partial(self._finish_apart, given, buffers, reduction, event)
 
     def _finish_apart(
@@ -185,10 +249,48 @@ class Gradients:
         unit = self.unit
         unit.wait(event)
         used = reduction.used
+        unit.wait_on_host(event)
         if unit.replicate_comm is not None:
             used = unit.on_any_rank(used, unit.replicate_comm)
         views = {i: view for made in buffers.values() for i, view in made.gradients.items()}
         return {index: views[index] if used[index] else None for index in given}
+
+    def _issue(
+        self,
+        places: Mapping[int, tuple[torch.Tensor, bool]],
+        accumulated: Mapping[int, torch.Tensor],
+        scale: float,
+        used: list[bool],
+        over_replicas: bool,
+    ) -> tuple[_C.Reduction, _C.Event]:
+        """Issues a reduce-scatter and what follows it.
+
+        Args:
+            places: By segment: where its sum goes, and whether to add to what is there.
+            accumulated: By segment: full gradients, where the leaves' are not meant.
+            scale: Of the sum.
+            used: By parameter: whether this rank has a gradient.
+            over_replicas: Whether to sum over replicas too.
+
+        Returns:
+            The reduction, and the end of it all.
+        """
+        unit, comm = self.unit, self.unit.comm
+        reduced = {number: self._on_device(*place) for number, place in places.items()}
+        targets = []
+        for number, (_, add) in places.items():
+            source = accumulated[number].data_ptr() if number in accumulated else 0
+            targets.append((number, reduced[number].data_ptr(), add, source))
+        reduction = unit.native.reduce(
+            comm.stream, comm.native, comm.recorder, scale, targets, used
+        )
+        summed = self._sum_over_replicas(list(reduced.values())) if over_replicas else None
+        event = summed or reduction.event
+        if unit.is_offloaded:
+            flats = {number: flat for number, (flat, _) in places.items() if not flat.is_cuda}
+            event = staging.bring_back(comm, [(f, reduced[n]) for n, f in flats.items()])
+        comm.in_flight.add(event, (accumulated, [flat for flat, _ in places.values()]))
+        return reduction, event
 
     def _sum_over_replicas(self, flats: list[torch.Tensor]) -> _C.Event | None:
         """Issues the all-reduce of reduced shards over the replicas, behind the reduce-scatter."""
@@ -213,32 +315,34 @@ class Gradients:
         for each in self.in_flight:
             self.unit.wait(each.event)
 
-    def deliver(self) -> tuple[bool, bool]:
-        """Waits for the reductions of this backward and sets `.grad` of the parameters used.
-
-        Returns:
-            Whether any rank had a gradient of the unit, and whether any rank's backward read it.
-        """
+    def deliver(self) -> Delivered:
+        """Waits for the reductions of this backward and sets `.grad` of the parameters used."""
         in_flight, self.in_flight = self.in_flight, []
-        used = self.partial_used or [False] * (len(self.unit.parameters) + 1)
+        count = len(self.unit.parameters) + 1
+        used = self.partial_used or [False] * count
         self.partial_used = []
+        news: list[bool] = []
         for each in in_flight:
             self.unit.wait(each.event)
-            used = [a or b for a, b in zip(used, each.reduction.used, strict=True)]
+            flags = each.reduction.used
+            used = [a or b for a, b in zip(used, flags[:count], strict=True)]
+            news = [a or b for a, b in zip(news or flags[count:], flags[count:], strict=True)]
+            self.unit.wait_on_host(each.event)
             for number, flat in each.added_later.items():
                 if self.unit.all_reduce_hook is not None:
                     self.unit.all_reduce_hook(flat)
-                self.buffers[number].flat.add_(flat)
+                total = self.buffers[number].flat
+                total.add_(flat.to(total.device))
         self.unit.comm.in_flight.prune()  # full gradients go now, not at the next collective
         if self.partial:  # the other replicas have not heard of it yet
             self.partial_used = used
-            return False, False
+            return Delivered(False, False, news)
         if self.unit.replicate_comm is not None:
             used = self.unit.on_any_rank(used, self.unit.replicate_comm)
         *used, read = used
         for number in self.written:
             for index, gradient in self.buffers[number].gradients.items():
-                parameter = self.unit.parameters[index].sharded
+                parameter = self._parameter(index)
                 # Not of one that was frozen since the forward, unless earlier ones have waited.
                 trains = self.unit.trainable[index] and parameter.requires_grad
                 trains = trains or number in self.waited
@@ -247,7 +351,7 @@ class Gradients:
         self.written.clear()
         self.waited.clear()
         self._run_hooks(used)
-        return any(used), read
+        return Delivered(any(used), read, news)
 
     def drop(self) -> None:
         """Forgets the gradients of a backward that failed."""
@@ -260,13 +364,24 @@ class Gradients:
         self.waited.clear()
 
     def forget(self) -> None:
-        """Forgets all gradients that `.grad` does not show yet."""
+        """Forgets all gradients that wait for their reduction."""
         self.drop()
+        self._hide_waiting()
         self.accumulated.clear()
         self.partial.clear()
         self.used, self.partial_used = [], []
 
     # ---- Details
+
+    def _on_device(self, flat: torch.Tensor, add: bool) -> torch.Tensor:
+        """`flat`, or what stands for it on the GPU where it is in CPU memory."""
+        unit = self.unit
+        if not unit.is_offloaded or flat.is_cuda:
+            return flat
+        return staging.copies(unit.comm, [flat])[0] if add else staging.room_for(unit.comm, flat)
+
+    def _parameter(self, index: int) -> ShardedTensor:
+        return self.unit.parameters[index].sharded
 
     def _segments(self) -> list[int]:
         """Segments with a parameter that trains now."""
@@ -299,8 +414,9 @@ class Gradients:
             return flat, add
         if not add:
             flat.zero_()
-        added_later[number] = torch.empty_like(flat) if partial is None else partial
-        return added_later[number], partial is not None
+        room = torch.empty_like(flat, device=self.unit.device) if partial is None else partial
+        added_later[number] = room
+        return room, partial is not None
 
     def _partial_target(
         self, number: int, added_later: dict[int, torch.Tensor]
@@ -341,11 +457,9 @@ class Gradients:
 
     def _make_buffer(self, number: int) -> Buffer:
         layout, rank = self.unit.layout, self.unit.group.rank
-        segment = layout.segments[number]
-        dtype: Any = segment.dtype
-        flat = torch.empty(segment.shard_numel, dtype=dtype, device=self.unit.shards.device)
+        flat = self.unit.shards.empty(number)
         gradients = {}
-        for entry in segment.entries:
+        for entry in layout.segments[number].entries:
             start, length = layout.local_slice(entry.index, rank)
             spec = self.unit.parameters[entry.index].sharded._spec
             gradients[entry.index] = ShardedTensor(flat[start : start + length], spec)

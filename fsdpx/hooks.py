@@ -30,6 +30,7 @@ def run_forward(
         regrown = settle_changes(schedule.units) and unit is schedule.units[0]
         if regrown or not schedule.is_connected:
             schedule = make_schedule(module)
+        schedule.settle_conversions()
     schedule.begin_forward(unit)
     ok = False
     try:

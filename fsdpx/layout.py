@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -220,12 +220,16 @@ class UnitLayout:
     parameters: tuple[ParameterInfo, ...]
     world_size: int
     segments: tuple[Segment, ...]
-    _places: tuple[tuple[int, Entry], ...] = field(repr=False)
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, Entry]]:
+        return {e.index: (number, e) for number, s in enumerate(self.segments) for e in s.entries}
 
     @property
     def gathered_bytes(self) -> int:
         """Bytes of the whole unit in its compute dtypes; a multiple of 128."""
-        return sum(segment.gathered_bytes for segment in self.segments)
+        end = max((s.byte_offset + s.gathered_bytes for s in self.segments), default=0)
+        return _round_up(end, ALIGNMENT_BYTES)
 
     @property
     def trainable_bytes(self) -> int:
@@ -310,13 +314,7 @@ def plan_unit(
             place = (plan.entries, plan.shard_numel, world_size, position)
             segments.append(Segment(dtype, compute, reduce, not frozen, *place))
             position += segments[-1].gathered_bytes
-    places: list[tuple[int, Entry] | None] = [None] * len(parameters)
-    for number, segment in enumerate(segments):
-        for entry in segment.entries:
-            places[entry.index] = (number, entry)
-    return UnitLayout(
-        tuple(parameters), world_size, tuple(segments), tuple(p for p in places if p is not None)
-    )
+    return UnitLayout(tuple(parameters), world_size, tuple(segments))
 
 
 # ---- planning ------------------------------------------------------------------------------------

@@ -232,11 +232,11 @@ class Memory:
         return {level: arena.num_bytes for level, arena in self._arenas.items()}
 
     def resize(self, level: int, num_bytes: int) -> None:
-        """Makes the arena of a level at least `num_bytes` large. Collective; nothing may be
-        borrowed from it.
+        """Makes the arena of a level `num_bytes` large. Collective; nothing may be borrowed from
+        it.
         """
         old = self._arenas.get(level)
-        if not num_bytes or (old and old.num_bytes >= num_bytes):
+        if not num_bytes or (old and old.num_bytes == num_bytes):
             return
         if old:
             old.region.release()

@@ -40,7 +40,11 @@ class ShardGroup:
 
 
 def resolve_mesh(
-    mesh: DeviceMesh | None, kind: str, parameters: Iterable[torch.Tensor] = ()
+    mesh: DeviceMesh | None,
+    kind: str,
+    parameters: Iterable[torch.Tensor] = (),
+    *,
+    offloads: bool = False,
 ) -> tuple[ShardGroup, torch.device]:
     """The group and the device of a mesh.
 
@@ -50,13 +54,16 @@ def resolve_mesh(
         kind: Communicator to use.
         parameters: Without a mesh, the device is the current GPU if one of them is on a GPU, else
             CPU.
+        offloads: Whether shards live in CPU memory: then the current GPU counts wherever the
+            parameters are.
 
     Raises:
         ValueError: If the mesh is on another device than CPU or CUDA or has more than two
             dimensions.
     """
     if mesh is None:
-        on_gpu = any(parameter.is_cuda for parameter in parameters)
+        on_gpu = offloads and torch.cuda.is_available()
+        on_gpu = on_gpu or any(parameter.is_cuda for parameter in parameters)
         device = _current_device("cuda" if on_gpu else "cpu")
         if not dist.is_initialized():
             return ShardGroup(None, 0, 1, kind), device

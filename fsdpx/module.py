@@ -11,9 +11,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from .conversions import conversion
 from .copies import copy_sharded
 from .hooks import all_schedules, run_forward, schedule_of
-from .parameter import keep_attributes
 from .unit import Unit, unit_of, units
 
 
@@ -50,8 +50,8 @@ class FSDPModule:
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Behind `to()`, `half()`, `to_empty()`: parameters keep what the user hung on them."""
-        with keep_attributes(list(cast(nn.Module, self).parameters())):
+        """Behind `to()`, `half()`, `to_empty()`."""
+        with conversion(cast(nn.Module, self)):
             return super()._apply(fn, recurse)  # type: ignore[misc]
 
     def _units(self, recurse: bool) -> list[Unit]:
@@ -83,10 +83,11 @@ class FSDPModule:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any module; gradients that were added up without synchronisation go, too."""
-        super().zero_grad(set_to_none)  # type: ignore[misc]
+        # First: a backward that failed may still write to `.grad`.
         for unit in self._units(recurse=True):
             if unit.listener is not None:
                 unit.listener.forget_gradients([unit])
+        super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def reset_iter_state(self) -> None:
         """Forgets a step that was left in the middle by an exception; gradients that are not in

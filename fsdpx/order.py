@@ -1,8 +1,9 @@
-"""The order in which a pass over a model uses its units."""
+"""The order in which a pass over a model uses its units, and which of them backward reads."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from .unit import Unit
 
@@ -44,3 +45,26 @@ class Order:
             return self.known.index(unit, start)
         except ValueError:
             return None
+
+
+@dataclass
+class Reads:
+    """The units that backwards have read, while the same units are frozen.
+
+    Attributes:
+        mine: On this rank.
+        by_any: On some rank, as all ranks have heard.
+        by_nobody: On none so far, as all ranks have heard.
+    """
+
+    mine: set[Unit] = field(default_factory=set)
+    by_any: set[Unit] = field(default_factory=set)
+    by_nobody: set[Unit] = field(default_factory=set)
+
+    def note(self, unit: Unit, *, read: bool, certain: bool) -> None:
+        """All ranks have heard whether a backward read `unit`; if none did, it may be uncertain."""
+        if read:
+            self.by_any.add(unit)
+            self.by_nobody.discard(unit)
+        elif certain and unit not in self.by_any:
+            self.by_nobody.add(unit)

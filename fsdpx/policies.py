@@ -62,10 +62,13 @@ class OffloadPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Shards, gradients and optimizer state live in CPU memory.
+    """Shards, gradients and optimizer state live in CPU memory; the ranks compute on GPUs.
+
+    The optimizer runs on the CPU. Forwards and backwards return when their last gather, and
+    backwards when their last gradient, has crossed the bus.
 
     Attributes:
-        pin_memory: Whether that memory is pinned (needs an accelerator).
+        pin_memory: Whether that memory is pinned. Otherwise each copy makes the host wait.
     """
 
     pin_memory: bool = True

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 
 from . import _C
 from .comm import Communicator
 from .memory import Memory, Place, arena_bytes
 from .unit import Storage, Unit
+
+_PATIENCE = 10.0  # seconds
 
 
 class Residency:
@@ -23,7 +26,8 @@ class Residency:
         self.memories: dict[Communicator, Memory] = {}
         self._own: dict[Unit, Place] = {}  # memory of units that stay gathered
         self._resident: dict[Unit, None] = {}  # least recently used first
-        self._latest: dict[Communicator, tuple[Unit, _C.Event]] = {}  # gathers, by their issue
+        # The latest gather of each communicator; those of offloaded units apart.
+        self._latest: dict[tuple[Communicator, bool], tuple[Unit, _C.Event]] = {}
         for unit in units:
             if unit.gathered_bytes and unit.comm not in self.memories:
                 self.memories[unit.comm] = Memory(unit.comm)
@@ -74,7 +78,7 @@ class Residency:
         if unit.gathered_bytes:
             unit.start_gather(self._place(unit))
             assert unit.gathered is not None
-            self._latest[unit.comm] = unit, unit.gathered.event
+            self._latest[unit.comm, unit.is_offloaded] = unit, unit.gathered.event
             self._touch(unit)
 
     def finish(self) -> None:
@@ -84,7 +88,17 @@ class Residency:
         for unit, event in self._latest.values():
             if not event.query():
                 unit.wait(event)
+                unit.wait_on_host(event)
         self._latest.clear()
+
+    def let_go(self) -> None:
+        """After a backward that failed: gives copies to CPU memory, where the host may now clear
+        gradients, a while to end. One that waits for a lost rank never does.
+        """
+        offloaded = [unit for unit in self.levels if unit.is_offloaded and unit.gathered_bytes]
+        for comm in {unit.comm for unit in offloaded}:
+            with contextlib.suppress(RuntimeError):  # closed
+                comm.drain(_PATIENCE)
 
     def _touch(self, unit: Unit) -> None:
         self._resident.pop(unit, None)
@@ -137,6 +151,12 @@ class Residency:
         else:  # unshard() by the user lent it
             del self._own[unit]
             self.memories[unit.comm].give(place)
+
+    def drop(self, unit: Unit) -> None:
+        """Frees a unit, and memory of its own: it will need more or less."""
+        self.free(unit)
+        if unit in self._own:
+            self.memories[unit.comm].give(self._own.pop(unit))
 
     def free_others(self, keep: Callable[[Unit], bool]) -> None:
         """Frees all but the units that `keep` names, that run, or that the user keeps."""

@@ -7,12 +7,18 @@ the same collectives in the same order, and place them alike (see memory.py).
 [Note: Prefetch] The order of forwards is recorded in each step and used in the next: while a unit
 computes, the gathers of the `prefetch` next ones run. Backward follows the ends of the forwards in
 reverse (a unit that encloses others usually ends with weights of its own), without the units whose
-weights no rank read the last time (embeddings). A wrong guess costs a gather, never a number.
+weights no rank has read in backward (embeddings, frozen units before all that trains). A wrong
+guess costs a gather, never a number.
 
 [Note: Units that are passed by] A rank's graph may lack a unit that ran in forward, because its
 output was not used there. Other ranks may read that unit and have gradients for it, so a rank whose
 backward passes it by issues the same collectives, with zeros for gradients. A backward that
 accumulates no gradient of any unit (`torch.autograd.grad` by an input) passes nothing by.
+
+[Note: Who has read what] Which units any rank's backward has read travels with reductions: with a
+unit's own, and for wholly frozen units with those of others. What nobody has told yet counts as
+read. That lasts: only a unit that some ranks read after none ever had, while others do not use it,
+is an error, since those can't know of it.
 """
 
 from __future__ import annotations
@@ -25,8 +31,9 @@ from typing import NamedTuple
 import torch
 
 from . import _C
+from .conversions import settle_conversions
 from .gradients import Gradients
-from .order import Order
+from .order import Order, Reads
 from .progress import Progress
 from .residency import Residency
 from .torch_private import NO_BACKWARD, current_backward
@@ -64,7 +71,9 @@ class Schedule:
         self._forward, self._backward = Order(), Order()
         self._forward_now: list[Unit] = []  # what the running forwards came to so far
         self._ended: list[Unit] = []  # the same units in the order in which their forwards ended
-        self._unread: set[Unit] = set()  # used, but no rank's last backward read them
+        self._frozen: tuple[Unit, ...] = ()  # wholly, in the running backward
+        self._reads = Reads()
+        self._reads_by_frozen: dict[tuple[Unit, ...], Reads] = {}
         self._thread = 0  # that runs the outermost forward
         self._depth = 0  # nested forwards that are running
         self._tasks: set[int] = set()  # backwards that are running: nested ones have their own
@@ -94,6 +103,10 @@ class Schedule:
         return not any(comm.closed for comm in self._progress.communicators)
 
     # ---- Forward
+
+    def settle_conversions(self) -> None:
+        """Takes in what `to()` and the like did to the model since the last forward."""
+        settle_conversions(self.gradients, self.residency)
 
     def begin_forward(self, unit: Unit) -> None:
         """Before a unit's forward: gathers it, and starts the gathers of the next ones."""
@@ -163,12 +176,14 @@ class Schedule:
         recompute = current_backward() != NO_BACKWARD
         if not recompute:
             self._ended.append(unit)
-            if ok and torch.is_grad_enabled() and any(unit.trainable):
+            if ok and torch.is_grad_enabled():
                 self._participants.pop(unit, None)
                 self._participants[unit] = None
         try:
-            if ok and unit.storage is Storage.GATHERED and not unit.held:
-                unit.check_unedited()
+            if ok:
+                unit.check_unconverted()
+                if unit.storage is Storage.GATHERED and not unit.held:
+                    unit.check_unedited()
         finally:
             if unit.pins == 0 and not recompute:
                 self._after_forward(unit)
@@ -235,6 +250,7 @@ class Schedule:
         unit.check_unchanged()
         self._pass_by(unit, reading=True)
         unit.was_read = True
+        self._reads.mine.add(unit)
         self._visit_in_backward(unit)
         unit.finish_gather()
         self._enter_backward(unit)
@@ -284,7 +300,7 @@ class Schedule:
         if not self._accumulates:
             return
         passed = list(reversed(self._participants))
-        if unit is not None and unit not in self._participants:  # frozen: only the order has it
+        if unit is not None and unit not in self._participants:  # only the order may have it
             ahead = self._backward.before(unit)
             passed = [other for other in passed if other in ahead]
         for other in passed:
@@ -292,12 +308,13 @@ class Schedule:
                 return
             if other.pins or other.phase is not Phase.IDLE or other.native.num_expected():
                 continue
-            if self._backward.expects(other):
+            expected, trains = self._backward.expects(other), any(other.trainable)
+            if expected:
                 self._visit_in_backward(other)
+            if trains and (expected or not reading):
                 self._reduce(other)
+            if expected:
                 self._after_backward(other)
-            elif not reading:
-                self._reduce(other)
 
     def _reduce(self, unit: Unit) -> None:
         self._participants.pop(unit, None)
@@ -305,7 +322,8 @@ class Schedule:
         gradients = self.gradients[unit]
         if unit.zero.reduces_now:
             self._bound_reductions(unit)
-            gradients.reduce(1.0 / unit.gradient_divisor)
+            read = [frozen in self._reads.mine for frozen in self._frozen]
+            gradients.reduce(1.0 / unit.gradient_divisor, read)
         else:
             gradients.accumulate()
 
@@ -320,16 +338,24 @@ class Schedule:
         task = current_backward()
         if task in self._tasks or task == NO_BACKWARD:
             return
-        if not self._tasks:
+        is_outermost = not self._tasks
+        if is_outermost:
             latest_first = dict.fromkeys(reversed(self._ended))
-            self._backward.follow([u for u in latest_first if u not in self._unread])
+            self._frozen = tuple(unit for unit in self.units if not any(unit.trainable))
+            self._reads = self._reads_by_frozen.setdefault(self._frozen, Reads())
+            self._backward.follow([u for u in latest_first if u not in self._reads.by_nobody])
             self._reduced_any = False
             self._accumulates = False
+            for gradients in self.gradients.values():
+                gradients.settle_waiting()
             self._continues = self._has_pending()
             self._progress.begin_backward()
         self._accumulates |= any(unit.native.num_expected() for unit in self.units)
         self._tasks.add(task)
         _C.at_backward_end(functools.partial(self._end_backward, task))
+        if is_outermost:
+            for unit in self.units:
+                unit.check_unconverted()
 
     def _end_abandoned(self) -> None:
         """Ends backwards that raised, before anything new begins.
@@ -368,6 +394,8 @@ class Schedule:
                 if unit.phase is Phase.BACKWARD:
                     unit.to_phase(Phase.IDLE)
             self._progress.end_backward(ok=settled)
+            if not settled:
+                self.residency.let_go()
             self.free_after_backward()
 
     def free_after_backward(self) -> None:
@@ -387,24 +415,27 @@ class Schedule:
         self.residency.finish()
         for unit in self.units:
             if self.gradients[unit].in_flight:
-                used, read = self.gradients[unit].deliver()
-                if read:
-                    self._unread.discard(unit)
-                elif used:
-                    self._unread.add(unit)
+                delivered = self.gradients[unit].deliver()
+                self._reads.note(unit, read=delivered.read, certain=delivered.used)
+                for frozen, read in zip(self._frozen, delivered.news, strict=True):
+                    self._reads.note(frozen, read=read, certain=True)
+            self.gradients[unit].show_waiting()
 
     # ---- For FSDPModule
 
     def unshard(self, unit: Unit) -> None:
         """Issues a gather that lasts until `reshard`."""
-        unit.refresh()
         if self.is_idle:
+            self.settle_conversions()
+            unit.refresh()
             self.residency.free_stale([unit])
         unit.kept_by_user = True
         self.residency.gather(unit)
 
     def finish_unshard(self, unit: Unit) -> None:
         unit.finish_gather()
+        if unit.gathered is not None:
+            unit.wait_on_host(unit.gathered.event)
         unit.native.swap_in()
 
     def reshard(self, unit: Unit) -> None:
@@ -437,7 +468,9 @@ class Schedule:
             comm.close(seconds=0.5)
 
     def forget_gradients(self, units: Iterable[Unit]) -> None:
-        """Drops gradients that `.grad` does not show yet."""
+        """Drops gradients that wait for their reduction."""
+        if current_backward() == NO_BACKWARD:
+            self._end_abandoned()
         for unit in units:
             self.gradients[unit].forget()
         self._broken &= self._has_pending()

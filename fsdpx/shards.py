@@ -12,6 +12,7 @@ from torch import nn
 from .layout import UnitLayout
 from .mesh import ShardGroup
 from .parameter import ShardedTensor, Spec, Traits, take_over, traits_of
+from .policies import CPUOffloadPolicy
 
 
 @dataclass
@@ -23,6 +24,7 @@ class Managed:
         original: The parameter before sharding, or a sharded one to copy; None once it is sharded.
         owners: Every (module, attribute) that holds it.
         sharded: What `module.parameters()` yields; the same object as the original.
+        attributes: The `__dict__` of `sharded`: another one once `Module._apply` has replaced it.
         traits: What the original was besides its value.
         leaf: The full parameter: a permanent view of the unit's storage.
         watched: Whether its gradients are counted.
@@ -33,6 +35,7 @@ class Managed:
     original: nn.Parameter | ShardedTensor | None
     owners: list[tuple[nn.Module, str]]
     sharded: ShardedTensor = field(init=False)
+    attributes: dict[str, Any] = field(init=False)
     traits: Traits = field(init=False)
     leaf: nn.Parameter = field(init=False)
     watched: bool = False
@@ -62,15 +65,20 @@ class Shards:
         layout: UnitLayout,
         group: ShardGroup,
         device: torch.device,
+        offload: CPUOffloadPolicy | None,
     ) -> None:
         self._parameters = parameters
         self._layout = layout
         self._group = group
-        self.device = device
+        offload = offload if device.type != "cpu" else None
+        self.device = torch.device("cpu") if offload else device
+        self._pinned = offload is not None and offload.pin_memory
         self._earlier = 0  # generation of shards that `rehome` has replaced
         self.flat = self._make_flat(self._device_of_originals())
         self._take_originals()
         self._pieces = [managed.sharded.to_local() for managed in parameters]
+        for managed in parameters:
+            managed.attributes = managed.sharded.__dict__
 
     def _device_of_originals(self) -> torch.device:
         on_meta = [managed.name for managed in self._parameters if original_of(managed).is_meta]
@@ -83,11 +91,17 @@ class Shards:
 
     def _make_flat(self, device: torch.device) -> list[torch.Tensor]:
         """One zeroed flat shard per segment."""
-        made = []
-        for segment in self._layout.segments:
-            dtype: Any = segment.dtype
-            made.append(torch.zeros(segment.shard_numel, dtype=dtype, device=device))
-        return made
+        return [self._empty(number, device).zero_() for number in range(len(self._layout.segments))]
+
+    def empty(self, number: int) -> torch.Tensor:
+        """Memory like that of a segment's flat shard, for its gradients."""
+        return self._empty(number, self.device)
+
+    def _empty(self, number: int, device: torch.device) -> torch.Tensor:
+        segment = self._layout.segments[number]
+        dtype: Any = segment.dtype
+        pinned = self._pinned and device.type == "cpu"
+        return torch.empty(segment.shard_numel, dtype=dtype, device=device, pin_memory=pinned)
 
     def _take_originals(self) -> None:
         """Keeps this rank's piece of every parameter and lets the originals go."""
@@ -125,25 +139,49 @@ class Shards:
         """Moves with every in-place change and with `rehome`."""
         return self._earlier + sum(flat._version for flat in self.flat)
 
-    def rehome(self, unit: str) -> bool:
-        """Moves pieces that `Module._apply` replaced (`.to_empty()`, `.to()`) into new flat shards.
-
-        Args:
-            unit: The unit's name, for messages.
-
-        Returns:
-            Whether there were any.
-
-        Raises:
-            RuntimeError: A piece has another dtype, or is on another device.
+    @property
+    def were_replaced(self) -> bool:
+        """Whether `Module._apply` (`to()`, `to_empty()`) has given a parameter new content; it may
+        be equal.
         """
+        for managed in self._parameters:  # no generator: every forward asks
+            if managed.sharded.__dict__ is not managed.attributes:
+                return True
+        return False
+
+    def first_moved(self) -> Managed | None:
+        """The first parameter whose piece is no longer a view of the flat shards."""
+        if not self.were_replaced:
+            return None
         for managed, piece in zip(self._parameters, self._pieces, strict=True):
             if managed.sharded.to_local() is not piece:
-                break
-        else:
-            return False
-        for index, managed in enumerate(self._parameters):
-            self._check_replaced(unit, index, managed)
+                return managed
+        return None
+
+    def keep_attributes(self) -> None:
+        """Gives replaced parameters what hung on them before."""
+        for managed in self._parameters:
+            now = managed.sharded.__dict__
+            if now is not managed.attributes:
+                now.update({k: v for k, v in managed.attributes.items() if k not in now})
+                managed.attributes = now
+
+    def check_moved(self, unit: str) -> None:
+        """Raises if a piece is where shards can't follow.
+
+        Args:
+            unit: The unit's name, for the message.
+        """
+        for managed in self._parameters:
+            self._check_moved(unit, managed)
+
+    def rehome(self, layout: UnitLayout) -> None:
+        """Makes new flat shards of pieces that were replaced.
+
+        Args:
+            layout: Cut alike; its dtypes are the pieces'.
+        """
+        self._layout = layout
         self._earlier = self.generation + 1
         with torch.no_grad():
             self.flat = self._make_flat(self.device)
@@ -152,27 +190,24 @@ class Shards:
                 piece.copy_(managed.sharded.to_local())
                 managed.sharded._local = piece
         self._pieces = [managed.sharded.to_local() for managed in self._parameters]
-        return True
 
-    def _check_replaced(self, unit: str, index: int, managed: Managed) -> None:
-        number, _ = self._layout.place(index)
+    def _check_moved(self, unit: str, managed: Managed) -> None:
         local = managed.sharded.to_local()
-        expected = self._layout.segments[number].dtype
-        if local.dtype != expected:
+        where = f"fsdpx: parameter '{managed.name}' of unit '{unit}'"
+        if local.is_complex():
             raise RuntimeError(
-                f"fsdpx: parameter '{managed.name}' of unit '{unit}' was converted from "
-                f"{expected} to {local.dtype} after fully_shard: convert the model before "
-                "wrapping it, or use MixedPrecisionPolicy(param_dtype=...)"
+                f"{where} was converted to {local.dtype}: complex parameters are not supported"
             )
         if local.is_meta:
             raise RuntimeError(
-                f"fsdpx: parameter '{managed.name}' of unit '{unit}' is on the meta device: call "
-                "model.to_empty(device=...) and initialise all parameters of the unit"
+                f"{where} is on the meta device: call model.to_empty(device=...) and initialise "
+                "all parameters of the unit"
             )
-        if local.device.type != self.device.type:
+        if local.device != self.device:
             raise RuntimeError(
-                f"fsdpx: parameter '{managed.name}' of unit '{unit}' was moved to "
-                f"{local.device} after fully_shard; the unit's mesh is on {self.device}"
+                f"{where} was moved to {local.device} after fully_shard; the unit's shards are on "
+                f"{self.device}, by its mesh or by CPU offload: leave them there, and move buffers "
+                "one by one"
             )
 
 

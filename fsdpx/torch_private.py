@@ -24,6 +24,12 @@ outside_of_transforms = torch._C._DisableFuncTorch
 """A context in which tensors are plain ones, though torch.func's transforms may be running."""
 
 
+def device_types(group: torch.distributed.ProcessGroup) -> set[str]:
+    """Of the tensors that a process group can communicate."""
+    private: Any = group
+    return {device.type for device in private._device_types}
+
+
 def storage_use_count(tensor: torch.Tensor) -> int:
     """How many tensors share `tensor`'s storage, itself included."""
     # The storage object that the question itself makes counts as one.
@@ -36,11 +42,15 @@ def tensor_use_count(tensor: torch.Tensor) -> int:
     return int(private._use_count())
 
 
+swap_values = torch._C._swap_tensor_impl
+"""Exchanges the values of two tensor objects, with what autograd knows of them."""
+
+
 def swap_content(a: torch.Tensor, b: torch.Tensor) -> None:
     """Exchanges the values, classes and attributes of two tensor objects."""
     a.__class__, b.__class__ = b.__class__, a.__class__
     a.__dict__, b.__dict__ = b.__dict__, a.__dict__
-    torch._C._swap_tensor_impl(a, b)
+    swap_values(a, b)
 
 
 def is_batched(tensor: torch.Tensor) -> bool:

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from . import _C
+from . import _C, staging
 from .comm import Communicator
 from .dtypes import dtype_code as code
 from .layout import Granularity, ParameterInfo, UnitLayout, plan_unit
 from .memory import Place
 from .mesh import ShardGroup
-from .policies import MixedPrecisionPolicy
+from .policies import CPUOffloadPolicy, MixedPrecisionPolicy
 from .shards import Managed, Shards, original_of, take_edits
 from .states import LEGAL_MOVES, Phase, Storage
 from .zero import ZeroPolicy
@@ -40,7 +40,7 @@ class UnitOptions:
     prefetch: int
     granularity: Granularity | Callable[[str, Any], Granularity]
     zero_stage: int = 3
-    offload: bool = False  # shards and their gradients live in CPU memory
+    offload: CPUOffloadPolicy | None = None
 
 
 class Pending(NamedTuple):
@@ -82,19 +82,11 @@ class Unit:
         self.kept_by_user = False  # unshard() without reshard() or a forward since
         self.held = False  # inside full_parameters(): forwards leave it gathered too
         self.trainable: list[bool] = [bool(original_of(m).requires_grad) for m in parameters]
-        self.layout = layout or self._plan(self.trainable)
-        self.gathered_bytes = self.layout.gathered_bytes
-        home = torch.device("cpu") if options.offload else device
-        self.shards = Shards(parameters, self.layout, group, home)
-        self.native = self._make_native()
-        self._make_leaves()
+        layout = layout or self._plan(self.trainable)
+        self.shards = Shards(parameters, layout, group, device, options.offload)
+        self.is_offloaded = self.shards.device.type != device.type
         self._nothing = torch.empty(1)  # what a unit without elements is attached to, for good
-        if not self.gathered_bytes:
-            self.native.attach(self._nothing.data_ptr())
-        self._version = self.native.version()
-        self._attached: int | None = None  # generation of what was gathered last
-        self._plan_gather: _C.GatherPlan | None = None
-        self._followed: int | None = None  # generation whose writes the stream has followed
+        self.lay_out(layout)
         self._comm: Communicator | None = None
         self._replicate_comm: Communicator | None = None
         self.zero = ZeroPolicy(options.zero_stage, options.reshard_after_forward)
@@ -107,9 +99,22 @@ class Unit:
         self.ignored: dict[int, nn.Parameter] = {}  # by id: parameters that are left alone
         self.dictionaries: list[Any] = []  # the native half borrows them
         self.containers = [(m, len(m._modules)) for m in containers(modules)]
-        self.native.set_owner(self)
 
     # ---- Initialization
+
+    def lay_out(self, layout: UnitLayout) -> None:
+        """Makes the native half and the full parameters."""
+        self.layout = layout
+        self.gathered_bytes = layout.gathered_bytes
+        self.native = self._make_native()
+        self.native.set_owner(self)
+        self._make_leaves()
+        if not self.gathered_bytes:
+            self.native.attach(self._nothing.data_ptr())
+        self._version = self.native.version()
+        self._attached: int | None = None  # generation of what was gathered last
+        self._plan_gather: _C.GatherPlan | None = None
+        self._followed: int | None = None  # generation whose writes the stream has followed
 
     def _plan(self, trainable: Sequence[bool]) -> UnitLayout:
         policy = self.options.mp_policy
@@ -162,9 +167,9 @@ class Unit:
             managed.traits.give_to(managed.leaf)
             managed.sharded._leaf, managed.sharded._module = managed.leaf, self.class_name
             self.native.add_leaf(managed.leaf)
-            if managed.sharded.requires_grad:
+            managed.watched = managed.sharded.requires_grad
+            if managed.watched:
                 self.native.watch(index)
-                managed.watched = True
         self.rename(self.name)
 
     def rename(self, name: str) -> None:
@@ -178,10 +183,10 @@ class Unit:
         self.native.set_names(name, ranges)
         self._plan_gather = None
 
-    def twin(self) -> Unit:
+    def twin(self, layout: UnitLayout) -> Unit:
         """A unit with copies of the shards; `copies.py` gives it modules of its own."""
         parameters = [managed.twin() for managed in self.parameters]
-        options = (self.group, self.options, self.device, self.layout)
+        options = (self.group, self.options, self.device, layout)
         made = Unit(self.modules, parameters, *options)
         made.rename(self.name)
         made.zero = copy.copy(self.zero)
@@ -279,12 +284,13 @@ class Unit:
     def to_phase(self, phase: Phase) -> None:
         self._move(phase)
 
+    def rehome(self) -> None:
+        """Lets the flat shards follow pieces that were replaced; see conversions.py."""
+        self.shards.rehome(self.layout)
+        self._plan_gather = None
+
     def refresh(self) -> None:
-        """Takes over what the user changed between steps: `requires_grad`, moved or replaced
-        pieces.
-        """
-        if self.shards.rehome(self.name):
-            self._plan_gather = None
+        """Takes over `requires_grad` as the user has set it since."""
         now = [managed.sharded.requires_grad for managed in self.parameters]
         if now != self.trainable:
             self._set_trainable(now)
@@ -302,31 +308,27 @@ class Unit:
         comm = self.comm
         generation = self.generation  # this rank's own: writes need not be alike on all ranks
         if self._plan_gather is None:
-            self._plan_gather = self._make_gather_plan()
+            self._plan_gather = self._make_gather_plan(self.shards.flat)
             self._followed = None
         # What wrote to the shards may still be queued. And the host runs ahead of a GPU: where it
         # gathers nothing ahead, nor must the stream.
         if self._followed != generation or not self.options.prefetch:
             comm.stream.follow(comm.stream.mark())
             self._followed = generation
+        staged = self.is_offloaded and staging.copies(comm, self.shards.flat)
+        plan = self._make_gather_plan(staged) if staged else self._plan_gather
         for mark in place.free_after:
             comm.stream.follow(mark)
         recording = comm.recorder.enabled
         issued = comm.stream.reached() if recording else time.monotonic_ns()
-        event = comm.native.all_gather(
-            comm.stream,
-            self._plan_gather,
-            place.region,
-            place.offset,
-            comm.recorder,
-        )
+        event = comm.native.all_gather(comm.stream, plan, place.region, place.offset, comm.recorder)
         comm.in_flight.add(event, self.shards.flat)
         self.gathered = Pending(event, place, generation, issued)
         self._move(Storage.GATHERING)
 
-    def _make_gather_plan(self) -> _C.GatherPlan:
+    def _make_gather_plan(self, shards: Sequence[torch.Tensor]) -> _C.GatherPlan:
         segments = []
-        for segment, shard in zip(self.layout.segments, self.shards.flat, strict=True):
+        for segment, shard in zip(self.layout.segments, shards, strict=True):
             if shard.device.type == "meta":
                 raise RuntimeError(
                     f"fsdpx: unit '{self.name}' is still on the meta device: call "
@@ -363,6 +365,11 @@ class Unit:
         event.wait(WAIT_FOREVER)
         end = self.comm.stream.computed()
         recorder.record("compute", self.name, "wait", begin, begin, end, 0)
+
+    def wait_on_host(self, event: _C.Event) -> None:
+        """Blocks until a collective has read or written what is in CPU memory beside a GPU."""
+        if self.is_offloaded:
+            staging.wait_on_host(self.comm, event, self.name)
 
     def on_any_rank(self, flags: Sequence[bool], group: Communicator) -> list[bool]:
         """Which of the flags are set on any rank of `group`; collective, in the order of issue."""
@@ -414,6 +421,16 @@ class Unit:
                 f"fsdpx: parameters of unit '{self.name}' were changed (an optimizer step, a "
                 "loaded state dict) after the forward whose backward now reads them: run backward "
                 "before the change, or forward again"
+            )
+
+    def check_unconverted(self) -> None:
+        """Raises if parameters were converted or moved in the middle of a step."""
+        if (managed := self.shards.first_moved()) is not None:
+            raise RuntimeError(
+                f"fsdpx: parameter '{managed.name}' of unit '{self.name}' was converted or moved "
+                f"(to(), half(), to_empty(); it is {managed.sharded.dtype} on "
+                f"{managed.sharded.device} now) between a forward and its backward, or inside one "
+                "of them: convert the model between steps"
             )
 
     def check_unedited(self) -> None:

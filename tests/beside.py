@@ -112,10 +112,19 @@ class Beside:
             x = batch(number, self.rank)
             return relative(self.model(x), self.reference(x))
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether gradients of the sharded model wait for their reduction."""
+        return any(map(waits, self.model.parameters()))
+
     def grad_error(self) -> float:
-        """The largest relative error of a gradient; infinite where only one side has one."""
+        """The largest relative error of a gradient that does not wait for its reduction; infinite
+        where only one side has one.
+        """
         worst = 0.0
         for sharded, whole in self._pairs():
+            if waits(sharded):
+                continue
             if (sharded.grad is None) != (whole.grad is None):
                 return math.inf
             if whole.grad is not None:
@@ -128,6 +137,13 @@ class Beside:
     def _pairs(self) -> list[tuple[Any, nn.Parameter]]:
         parameters = self.model.parameters(), self.reference.parameters()
         return list(zip(*parameters, strict=True))
+
+
+def waits(parameter: Tensor) -> bool:
+    """Whether the parameter's gradient waits for its reduction."""
+    from fsdpx.parameter import WaitingGradient
+
+    return isinstance(parameter.grad, WaitingGradient)
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:

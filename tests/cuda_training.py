@@ -41,6 +41,8 @@ class Training:
         checkpoint: Blocks recompute their forward.
         zero_stage: As `fully_shard` takes it.
         replicas: HSDP: copies of each share.
+        offload: Shards live in CPU memory: "pinned" or "pageable".
+        converted: The last step is in fp64.
         num_steps: Optimizer steps.
     """
 
@@ -53,6 +55,8 @@ class Training:
     checkpoint: bool = False
     zero_stage: int = 3
     replicas: int = 1
+    offload: str = ""
+    converted: bool = False
     num_steps: int = 2
 
 
@@ -95,7 +99,7 @@ class Model(nn.Module):
 
 def shard(training: Training, device: str, world_size: int) -> Any:
     """The model with a unit for each block and one for the rest."""
-    from fsdpx import MixedPrecisionPolicy, fully_shard
+    from fsdpx import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     torch.manual_seed(0)
     model = Model(training.checkpoint)
@@ -109,9 +113,12 @@ def shard(training: Training, device: str, world_size: int) -> Any:
         "zero_stage": training.zero_stage,
         "comm": training.comm if device == "cuda" else "auto",
     }
+    if training.offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=training.offload == "pinned")
     for block in model.blocks:
         fully_shard(block, **options)
-    return fully_shard(model, **options).to(device)
+    model = fully_shard(model, **options)
+    return model if training.offload else model.to(device)
 
 
 _meshes: dict[tuple[str, int, int], Any] = {}
@@ -156,10 +163,12 @@ def train(
     kept: list[Tensor] = []
     steps = list(batches(training, rank, device))  # before: to copy them makes the host wait
     for step, micro_batches in enumerate(steps):
+        if training.converted and step == training.num_steps - 1:
+            model.double()
         for i, (x, y) in enumerate(micro_batches):
             last = i == len(micro_batches) - 1
             model.set_requires_gradient_sync(last or training.sync_each)
-            loss = F.mse_loss(model(x).float(), y)
+            loss = F.mse_loss(model(x.to(parameters[0].dtype)).float(), y)
             loss.backward()
             kept.append(loss.detach())
         optimizer.step()

@@ -183,17 +183,6 @@ def test_values_that_to_empty_and_init_give_are_those_of_the_next_forward() -> N
     assert torch.equal(model(batch()), reference(batch()))
 
 
-@pytest.mark.parametrize("convert", ["half", "bfloat16", "double"])
-def test_other_dtypes_after_wrapping_are_refused_by_name(convert: str) -> None:
-    model = shard_linears(mlp())
-    getattr(model, convert)()
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"'weight' of unit '0' was converted .* MixedPrec"):
-            model(batch())
-    model.float()
-    assert model(batch()).dtype == torch.float32
-
-
 INITIALISERS: dict[str, Callable[[Tensor], object]] = {
     "kaiming": nn.init.kaiming_uniform_,
     "xavier": nn.init.xavier_normal_,

@@ -45,6 +45,7 @@ WAYS = {
     "accumulation": Training(num_micro_batches=3, sync_each=False),
     "several backwards": Training(num_micro_batches=2),
     "frozen": Training(frozen=True, num_steps=3),
+    "another dtype": Training(converted=True, num_steps=3),
     "checkpointing": Training(checkpoint=True, low=True),
 }
 

@@ -97,6 +97,26 @@ def test_frozen_units_are_not_reduced() -> None:
     assert sorted(reductions(model, inputs)) == ["0", "1", "2"]
 
 
+def gathers(model: nn.Module, inputs: Tensor) -> list[str]:
+    with fsdpx.record_timeline(model) as timeline:
+        model(inputs).sum().backward()
+    return [r.unit for r in timeline.records if r.operation == "all_gather"]
+
+
+def test_frozen_units_that_backward_need_not_read_are_gathered_once() -> None:
+    model = shard(make())
+    counts = []
+    for frozen in ([0], [0, 1], [0], [0, 1]):
+        for index, block in enumerate(model):
+            block.requires_grad_(index not in frozen)
+        for _ in range(2):
+            found = gathers(model, torch.ones(4, 6))
+            counts.append([found.count(name) for name in "012"])
+    known, learning = [[1, 2, 2], [1, 1, 2]], [[2, 2, 2], [2, 2, 2]]
+    assert counts[0::2] == [*learning, *known]
+    assert counts[1::2] == [*known, *known]
+
+
 def test_a_frozen_model_gives_gradients_of_its_input() -> None:
     model, reference = shard(make()).requires_grad_(False), make().requires_grad_(False)
     inputs = [torch.ones(4, 6, requires_grad=True) for _ in range(2)]

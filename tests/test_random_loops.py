@@ -39,9 +39,7 @@ class Loop:
 
     def backward(self) -> None:
         both, number, skipped = self.both, self.next_batch(), self.some_layers()
-        # A rank that does not use a frozen layer can't know that others read it in backward.
-        trained = [i for i in range(3) if both.reference.layers[i].weight.requires_grad]
-        in_vain = [[i for i in self.some_layers() if i in trained] for _ in range(both.world_size)]
+        in_vain = [self.some_layers() for _ in range(both.world_size)]
         before = {name: p.grad for name, p in both.reference.named_parameters()}
         both.reference.zero_grad()
         both.backward(number, skipped, in_vain.__getitem__)
@@ -91,10 +89,16 @@ class Loop:
         assert self.both.eval_error(self.next_batch()) <= LIMIT
 
     def step(self) -> None:
-        self.both.step()
+        if not self.both.has_waiting:
+            self.both.step()
 
     def zero_grad(self) -> None:
-        self.both.zero_grad(set_to_none=self.random.random() < 0.5)
+        set_to_none = self.random.random() < 0.5
+        self.both.zero_grad(set_to_none)
+        for gradient in self.waiting.values():
+            gradient.zero_()
+        if set_to_none:
+            self.waiting.clear()
 
     def zero_grad_of_the_model(self) -> None:
         self.both.model.zero_grad()

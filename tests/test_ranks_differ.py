@@ -1,6 +1,7 @@
 """Ranks that do different things: the right numbers, or the same named error everywhere."""
 
 import copy
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -51,13 +52,22 @@ def inputs(rank: int) -> Tensor:
     return torch.randn(2, 6, generator=torch.Generator().manual_seed(rank))
 
 
-def train_skipping(rank: int, world_size: int, kind: str, skipped: list[set[int]]) -> list[float]:
-    """The largest gradient error of each of four steps, with skips by rank."""
+def train_skipping(
+    rank: int,
+    world_size: int,
+    kind: str,
+    steps: list[list[set[int]]],
+    frozen: Iterable[int] = (),
+    prefetch: int = 1,
+) -> list[float]:
+    """The largest gradient error of each step, with skips by rank."""
     torch.manual_seed(0)
     reference = Chain()
-    model = shard(copy.deepcopy(reference), kind)
+    for index in frozen:
+        reference.layers[index].requires_grad_(False)
+    model = shard(copy.deepcopy(reference), kind, prefetch)
     errors = []
-    for _ in range(4):
+    for skipped in steps:
         model(inputs(rank), skipped[rank]).sum().backward()
         for each in range(world_size):
             (reference(inputs(each), skipped[each]).sum() / world_size).backward()
@@ -75,7 +85,15 @@ def train_skipping(rank: int, world_size: int, kind: str, skipped: list[set[int]
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("skipped", [[set(), {2}], [{1}, {3}], [{0, 4}, set()], [{2}, {2}]])
 def test_unit_unused_on_some_ranks_counts_as_zeros(kind: str, skipped: list[set[int]]) -> None:
-    assert run_ranks(2, train_skipping, kind, skipped) == [[0.0] * 4] * 2
+    assert run_ranks(2, train_skipping, kind, 4 * [skipped]) == [[0.0] * 4] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("frozen", [{3}, {1, 2, 3}, {0, 1, 4}])
+def test_frozen_unit_unused_on_some_ranks(kind: str, frozen: set[int], prefetch: int) -> None:
+    steps = [[set(), frozen], [frozen, set()], [frozen, frozen], [{1, 2}, {3}], [{4}, {0, 2}]]
+    assert run_ranks(2, train_skipping, kind, steps, frozen, prefetch) == [[0.0] * 5] * 2
 
 
 def run_branches(rank: int, world_size: int, kind: str, out_features: int) -> str:

@@ -74,6 +74,8 @@ class DeviceCommunicator : public Communicator,
   void note_issued(std::shared_ptr<Event> event) override;  // and watches it
   void close() override;
 
+  void check_usable() const;  // throws what broke the communicator, if anything did
+
  protected:
   // ---- What kinds differ in. All but the last two run on the thread that issues collectives and
   // enqueue on stream(); offsets and sizes have been checked and the ranks' agreement is under way.
@@ -119,7 +121,6 @@ class DeviceCommunicator : public Communicator,
     std::shared_ptr<DeviceEvent> read;  // the reduction that reads it
   };
 
-  void check_usable() const;
   // Calls `passes`. What they say of a communicator that fails meanwhile is not the reason.
   void run(const std::function<void()>& passes) const;
   // Calls `calls` in a group, which ends whatever happens: groups belong to threads, not to us.

@@ -320,6 +320,10 @@ class Communicator:
         """Ends when every rank has issued it."""
         return Work(self.native.barrier(self.stream, "barrier"), self._patience)
 
+    def drain(self, seconds: float) -> bool:
+        """Lets the calling thread wait for what was issued; False after `seconds`."""
+        return self.stream.enqueue(lambda: None).ended_within(seconds)
+
     def leave_word(self, text: str) -> None:
         """Lets ranks that wait for this one in vain say why: `text` goes into their errors."""
         if not self.closed:
@@ -336,7 +340,7 @@ class Communicator:
         with contextlib.suppress(RuntimeError):  # the stream's owner may be closed already
             self.leave_word("left")
             if not self._owns_stream:
-                self.stream.enqueue(lambda: None).ended_within(seconds)
+                self.drain(seconds)
         self.closed = True
         if self._owns_stream:
             self.stream.close(seconds)

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
 )
 
 from fsdpx.mesh import ShardGroup, resolve_mesh, shard_group
-from fsdpx.policies import MixedPrecisionPolicy
+from fsdpx.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdpx.unit import UnitOptions
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -58,7 +58,7 @@ def unit_options(
         param_dtype=mixed.param_dtype, reduce_dtype=mixed.reduce_dtype, cast_forward_inputs=False
     )
     # reshard_after_forward None: in stage 3 the outermost wrapper stays gathered, as in FSDP1.
-    offloads = offload is not None and offload.offload_params
+    offloads = CPUOffloadPolicy() if offload is not None and offload.offload_params else None
     return UnitOptions(policy, None, 1, "element", ZERO_STAGES[strategy], offloads)
 
 
@@ -87,12 +87,16 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def resolve_device(
-    device_id: int | torch.device | str | None, mesh: DeviceMesh | None, module: nn.Module
+    device_id: int | torch.device | str | None,
+    mesh: DeviceMesh | None,
+    module: nn.Module,
+    *,
+    offloads: bool = False,
 ) -> torch.device:
     """Where a wrapper's ranks compute: on the mesh's device, else on `device_id`, else where the
     module is.
     """
-    _, device = resolve_mesh(mesh, "auto", module.parameters())
+    _, device = resolve_mesh(mesh, "auto", module.parameters(), offloads=offloads)
     if device_id is None:
         return device
     given = torch.device("cuda", device_id) if isinstance(device_id, int) else device_id

@@ -22,11 +22,11 @@ from torch.distributed.fsdp import (
 
 from fsdpx.clip import clip_grad_norm_
 from fsdpx.collect import managed_modules
+from fsdpx.conversions import conversion
 from fsdpx.copies import copy_sharded
 from fsdpx.fully_shard import make_unit
 from fsdpx.hooks import all_schedules, cast_floating, run_forward, schedule_of
 from fsdpx.module import no_sync
-from fsdpx.parameter import keep_attributes
 from fsdpx.probe import check_torch
 from fsdpx.sync import broadcast_states
 from fsdpx.unit import Unit, unit_of
@@ -61,7 +61,8 @@ class FullyShardedDataParallel(nn.Module):
         process_group: Ranks that share; for hybrid strategies a pair (share, replicate). None: the
             default group, or a single process.
         sharding_strategy: FULL_SHARD if None.
-        cpu_offload: On CPU ranks shards are in CPU memory anyway.
+        cpu_offload: With `offload_params` shards, gradients and so optimizer state live in pinned
+            CPU memory; on CPU ranks they are in CPU memory anyway.
         auto_wrap_policy: Chooses modules below to wrap with the same arguments.
         backward_prefetch: None and BACKWARD_POST gather nothing ahead in backward.
         mixed_precision: Dtypes; `keep_low_precision_grads` is refused.
@@ -108,7 +109,8 @@ class FullyShardedDataParallel(nn.Module):
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         options = unit_options(strategy, mixed_precision, cpu_offload)
         ranks = resolve_ranks(strategy, process_group, device_mesh)
-        device = resolve_device(device_id, device_mesh, module)
+        offloads = options.offload is not None
+        device = resolve_device(device_id, device_mesh, module, offloads=offloads)
         ignored = resolve_ignored(ignored_modules, ignored_states)
         if auto_wrap_policy is not None:
             arguments = {
@@ -149,8 +151,8 @@ class FullyShardedDataParallel(nn.Module):
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Behind `to()`, `half()`, `to_empty()`: parameters keep what the user hung on them."""
-        with keep_attributes(list(self.parameters())):
+        """Behind `to()`, `half()`, `to_empty()`."""
+        with conversion(self):
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     # ---- Calls

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from fsdpx.parameter import elementwise, foreach, optimizers, reductions, state_dicts
 from fsdpx.parameter.identity import (
     Traits,
+    convert_leaf,
     fill,
     keep_attributes,
     mark_copied,
@@ -25,12 +26,15 @@ from fsdpx.parameter.identity import (
 )
 from fsdpx.parameter.spec import Spec, boxes, rebuild_spec
 from fsdpx.parameter.tensor import ShardedTensor, rebuild_tensor
+from fsdpx.parameter.waiting import WaitingGradient
 
 __all__ = [
     "ShardedTensor",
     "Spec",
     "Traits",
+    "WaitingGradient",
     "boxes",
+    "convert_leaf",
     "fill",
     "keep_attributes",
     "mark_copied",

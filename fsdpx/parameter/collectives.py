@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fsdpx.parameter.spec import Spec
+from fsdpx.torch_private import device_types
 
 Group = dist.ProcessGroup | None
 
@@ -26,6 +27,16 @@ def group_of(spec: Spec) -> Group:
             "into a model's own parameter first (param.copy_(...), load_state_dict)"
         )
     return spec.group
+
+
+def within_reach(value: torch.Tensor, group: Group) -> torch.Tensor:
+    """`value`, or a copy where `group` can communicate it: a group that has NCCL alone takes shards
+    in CPU memory by way of the current GPU.
+    """
+    if group is None:
+        return value
+    known = device_types(group)
+    return value if value.device.type in known or "cuda" not in known else value.cuda()
 
 
 def all_reduce(value: torch.Tensor, operation: str, group: Group) -> torch.Tensor:
@@ -45,8 +56,9 @@ def all_reduce(value: torch.Tensor, operation: str, group: Group) -> torch.Tenso
         reduced = functional.all_reduce(value, operation, group)
         return functional.wait_tensor(reduced)  # type: ignore[no-any-return,no-untyped-call]
     operations = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-    dist.all_reduce(value, op=operations[operation], group=group)
-    return value
+    sent = within_reach(value, group)
+    dist.all_reduce(sent, op=operations[operation], group=group)
+    return value if sent is value else value.copy_(sent)
 
 
 def all_reduce_max(values: torch.Tensor, group: Group) -> torch.Tensor:
@@ -83,14 +95,15 @@ def gather_whole(local: torch.Tensor, spec: Spec) -> torch.Tensor:
         return local.clone().view(spec.shape)
     if local.is_meta:
         return local.new_empty(spec.shape)
-    whole = local.new_empty(spec.numel)
+    sent = within_reach(local, spec.group)
+    whole = sent.new_empty(spec.numel)
     owners = [rank for rank in _owners(spec) if spec.ranges[rank][1] > spec.ranges[rank][0]]
     if 2 * len(owners) >= len(spec.ranges):
-        _all_gather(local, whole, spec, owners)
+        _all_gather(sent, whole, spec, owners)
     else:
         # Few ranks hold it: a padded all-gather would cost memory for all the others.
-        _broadcast(local, whole, spec, owners)
-    return whole.view(spec.shape)
+        _broadcast(sent, whole, spec, owners)
+    return whole.view(spec.shape).to(local.device)
 
 
 def _owners(spec: Spec) -> range:
@@ -142,7 +155,7 @@ def broadcast_number(
         return number  # type: ignore[no-any-return]
     wide = torch.float64 if dtype.is_floating_point else torch.int64
     kind = torch.tensor([0.0 if number is None else float(isinstance(number, bool))])
-    sent = torch.zeros(1, dtype=wide, device=device)
+    sent = within_reach(torch.zeros(1, dtype=wide, device=device), group)
     if spec.rank == spec.owner:
         sent.fill_(number)
     both = torch.cat([sent, kind.to(sent)])

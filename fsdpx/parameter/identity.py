@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fsdpx.parameter.tensor import ShardedTensor
-from fsdpx.torch_private import swap_content, tensor_use_count
+from fsdpx.torch_private import swap_content, swap_values, tensor_use_count
 
 _COPIED = "_fsdpx_copied"
 
@@ -57,7 +57,7 @@ def take_over(parameter: nn.Parameter, made: ShardedTensor) -> ShardedTensor:
         `parameter`, which is a `ShardedTensor` now.
     """
     if parameter.requires_grad and tensor_use_count(parameter) > 1:
-        _poison(parameter, made._spec.name)
+        _poison(parameter, made._spec.name, "fully_shard")
     attributes, gradient = dict(parameter.__dict__), parameter.grad
     after = parameter._post_accumulate_grad_hooks
     if gradient is not None:
@@ -88,6 +88,17 @@ def fill(parameter: ShardedTensor, value: torch.Tensor) -> None:
         swap_content(parameter, made)
 
 
+def convert_leaf(leaf: nn.Parameter, made: nn.Parameter, name: str) -> None:
+    """Gives the full parameter `leaf` the values of `made`, which have another dtype; whoever holds
+    it goes on holding the unit's, and its attributes and hooks stay.
+    """
+    hooks = leaf._backward_hooks
+    if leaf.requires_grad:
+        _poison(leaf, name, "it was converted")
+    swap_values(leaf, made)
+    leaf._backward_hooks = hooks
+
+
 @contextlib.contextmanager
 def keep_attributes(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
     """Inside, `torch.nn.Module._apply` may swap sharded parameters for new ones; what hangs on
@@ -104,13 +115,13 @@ def keep_attributes(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
             parameter._post_accumulate_grad_hooks = hooks
 
 
-def _poison(parameter: nn.Parameter, name: str) -> None:
+def _poison(parameter: nn.Parameter, name: str, event: str) -> None:
     """A graph of an earlier forward holds the old content: its gradients would go nowhere."""
 
     def refuse(gradients: object) -> None:
         raise RuntimeError(
-            f"fsdpx: a backward reaches parameter {name!r} as it was before fully_shard: run the "
-            "forward after sharding"
+            f"fsdpx: a backward reaches parameter {name!r} as it was before {event}: run the "
+            "forward after that"
         )
 
     torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(refuse)

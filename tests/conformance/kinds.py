@@ -78,12 +78,14 @@ class LowRank(nn.Module):
 
 
 class WideBatchNorm(nn.BatchNorm2d):
-    """Computes in fp32: torch's CPU kernel takes no bf16 weights with fp32 statistics."""
+    """Computes in its statistics' dtype: torch's CPU kernel takes no bf16 weights with fp32
+    statistics.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         statistics = self.running_mean, self.running_var
-        weights = self.weight.float(), self.bias.float()
-        return F.batch_norm(x.float(), *statistics, *weights, self.training)
+        x, *weights = (t.to(self.running_mean.dtype) for t in (x, self.weight, self.bias))
+        return F.batch_norm(x, *statistics, *weights, self.training)
 
 
 class Convolution(nn.Module):
@@ -132,7 +134,7 @@ class InBf16(nn.Module):
         self.scale = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.linear(x.bfloat16()).to(x.dtype)) * self.scale
+        return (self.linear(x.to(self.linear.weight.dtype)).to(x.dtype)) * self.scale
 
 
 class Unused(nn.Module):

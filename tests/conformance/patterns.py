@@ -194,6 +194,16 @@ def save_and_load(side: Side) -> None:
     side.step("step 1")
 
 
+def convert(side: Side) -> None:
+    def wide(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        return mean_square(model, x.double())
+
+    for step, dtype in enumerate([None, torch.float64, torch.float32]):
+        side.model.to(dtype)
+        side.backward(step, wide if dtype is torch.float64 else None)
+        side.step(f"step {step}", set_to_none=dtype is not None)
+
+
 def compiled(side: Side) -> None:
     torch._dynamo.reset()
     side.model = torch.compile(side.model, backend="eager")  # type: ignore[assignment]
@@ -215,5 +225,6 @@ PATTERNS: dict[str, Callable[[Side], None]] = {
     "freeze and unfreeze": unfreeze,
     "exception in backward": exception_in_backward,
     "save and load": save_and_load,
+    "other dtypes between steps": convert,
     "compiled": compiled,
 }
