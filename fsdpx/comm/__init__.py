@@ -12,14 +12,16 @@ at exit it gets a short time to finish what is queued.
 from __future__ import annotations
 
 import atexit
+import itertools
 import threading
+import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from . import c10d, cuda, shm
-from .choose import Kind, choose_kind
+from .choose import Kind, choose_kind, meet
 from .communicator import Communicator, InFlight, Work
 
 __all__ = ["Communicator", "InFlight", "Work", "create"]
@@ -27,12 +29,14 @@ __all__ = ["Communicator", "InFlight", "Work", "create"]
 KINDS = ("auto", "shm", "c10d", "nvlink", "nvlink-copy", "nccl")
 EXIT_SECONDS = 2.0  # for what is queued when the interpreter exits
 
-# By identity of the process group, which the entry keeps alive. Ranks may be threads of one
-# process, each with a group object of its own, so nothing here is "the" rank of the process.
-# What runs on another's stream is a communicator of its own: each has one order of collectives.
+# By identity of the process group, as long as that lives. Ranks may be threads of one process,
+# each with a group object of its own, so nothing here is "the" rank of the process. What runs on
+# another's stream is a communicator of its own: each has one order of collectives.
 _Key = tuple[int, str, str, Communicator | None]
-_registry: dict[_Key, tuple[dist.ProcessGroup, Communicator]] = {}
-_lock = threading.Lock()  # guards the dict only: creating is collective and must not be serialised
+_registry: dict[_Key, Communicator] = {}
+_made: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()  # in order
+_numbers = itertools.count()
+_lock = threading.RLock()  # guards these only: creating is collective and must not be serialised
 
 
 def create(
@@ -63,10 +67,12 @@ def create(
             collectives follow each other in the order of their issue.
 
     Returns:
-        A communicator. The same one for the same group, kind and stream, until it is closed.
+        A communicator. The same one for the same group, kind and stream, until it is closed. It
+        closes itself when the group's object and all that uses it are gone.
 
     Raises:
         ValueError: `kind` is unknown, or some rank of the group cannot use it (on every rank).
+        CommTimeout: Some rank did not come; the message names it.
     """
     if kind not in KINDS:
         raise ValueError(f"fsdpx: comm kind '{kind}' is unknown; use one of {', '.join(KINDS)}")
@@ -79,22 +85,30 @@ def create(
             "fsdpx: comm kind 'c10d' needs a process group: call "
             "torch.distributed.init_process_group first"
         )
+    key = (id(resolved), kind, str(device), beside)
     with _lock:
-        entry = _registry.get((id(resolved), kind, str(device), beside))
-        if entry is not None and not entry[1].closed:
-            return entry[1]
+        known = _registry.get(key)
+        if known is not None and not known.closed:
+            return known
     limit = _timeout_of(resolved) if timeout is None else timeout
+    meet(resolved, f"connect ('{kind}' on {device.type})", limit)
     if device.type == "cuda":
-        control = _make(resolved, "auto", limit, None, None)
-        made = cuda.connect(resolved, kind, device, limit, control, beside)
+        made = _make_on_device(resolved, kind, device, limit, beside)
     else:
         made = _make(resolved, kind, limit, max_bytes, beside)
-    with _lock:
-        for name in {kind, made.kind}:
-            key = (id(resolved), name, str(device), beside)
-            if key not in _registry or _registry[key][1].closed:
-                _registry[key] = (resolved, made)
+    _register(resolved, key, made)
     return made
+
+
+def _register(group: dist.ProcessGroup, key: _Key, made: Communicator) -> None:
+    """Under the kind that was asked for and the one that it is."""
+    with _lock:
+        _made[next(_numbers)] = made
+        if all(known[0] != id(group) for known in _registry):
+            weakref.finalize(group, _forget_group, id(group)).atexit = False
+        for each in (key, (key[0], made.kind, *key[2:])):
+            if each not in _registry or _registry[each].closed:
+                _registry[each] = made
 
 
 def _resolve_device(device: torch.device | str) -> torch.device:
@@ -125,6 +139,21 @@ def _resolve(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     world = dist.group.WORLD if dist.is_initialized() else _ALONE
     assert world is not None
     return world
+
+
+def _make_on_device(
+    group: dist.ProcessGroup,
+    kind: str,
+    device: torch.device,
+    limit: float,
+    beside: Communicator | None,
+) -> Communicator:
+    control = _make(group, "auto", limit, None, None)
+    try:
+        return cuda.connect(group, kind, device, limit, control, beside)
+    except BaseException:
+        control.close(seconds=0.0)
+        raise
 
 
 def _make(
@@ -159,16 +188,22 @@ def _timeout_of(group: dist.ProcessGroup) -> float:
 
 def _forget(communicator: Communicator) -> None:
     with _lock:
-        for key in [k for k, entry in _registry.items() if entry[1] is communicator]:
+        for key in [key for key, known in _registry.items() if known is communicator]:
             del _registry[key]
 
 
-def _close_all() -> None:
-    """Ends the worker threads before torch goes."""
+def _forget_group(identity: int) -> None:
     with _lock:
-        open_ones = {id(entry[1]): entry[1] for entry in _registry.values()}
+        dropped = [_registry.pop(key) for key in list(_registry) if key[0] == identity]
+    del dropped  # without the lock: what nobody uses closes itself
+
+
+def _close_all() -> None:
+    """Ends the worker threads before torch goes, the latest communicator first."""
+    with _lock:
+        open_ones = list(_made.values())
         _registry.clear()
-    for communicator in open_ones.values():
+    for communicator in reversed(open_ones):
         communicator.close(seconds=EXIT_SECONDS)
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from .. import _C
 from ..dtypes import torch_dtype
 from ..errors import CommTimeout
+from .choose import LONGEST_SECONDS
 from .communicator import DeviceBytes
 
 
@@ -24,7 +25,7 @@ def connect(group: dist.ProcessGroup, *, timeout: float) -> _C.Communicator:
     """
     own = dist.new_group(
         ranks=dist.get_process_group_ranks(group),
-        timeout=timedelta(seconds=min(timeout, 10 * 365 * 24 * 3600)),
+        timeout=timedelta(seconds=min(timeout, LONGEST_SECONDS)),
         backend=_cpu_backend(group),
         use_local_synchronization=True,
     )
@@ -60,7 +61,7 @@ def connect_on_device(
     """
     own = dist.new_group(
         ranks=dist.get_process_group_ranks(group),
-        timeout=timedelta(seconds=min(timeout, 10 * 365 * 24 * 3600)),
+        timeout=timedelta(seconds=min(timeout, LONGEST_SECONDS)),
         use_local_synchronization=True,
     )
     assert isinstance(own, dist.ProcessGroup)

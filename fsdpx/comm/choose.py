@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
+import weakref
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
 
+from ..errors import CommTimeout
+
 T = TypeVar("T")
+
+LONGEST_SECONDS = 10 * 365 * 24 * 3600.0
+
+# How often this rank has met the others of a group.
+_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,37 @@ class Kind:
     name: str
     reason: str
     way: str = ""
+
+
+def meet(group: dist.ProcessGroup, what: str, limit: float) -> None:
+    """Waits until all ranks have come to do `what`, through the group's store. Collective.
+
+    Raises:
+        CommTimeout: Not all came within `limit` seconds; names those that did not.
+    """
+    rank, size = group.rank(), group.size()
+    if size == 1:
+        return
+    try:
+        store = group.get_group_store()
+    except (AttributeError, RuntimeError):
+        return  # a group without one: its own collectives, which come next, have a limit
+    number = _meetings[group] = _meetings.get(group, 0) + 1
+    keys = [f"fsdpx/meeting/{number}/{r}" for r in range(size)]
+    store.set(keys[rank], what)
+    try:
+        store.wait(keys, timedelta(seconds=min(limit, LONGEST_SECONDS)))
+    except RuntimeError:
+        absent = [r for r in range(size) if not store.check([keys[r]])]
+        store.delete_key(keys[rank])  # who comes now waits for this rank to come again
+        _meetings[group] = number - 1
+        if not absent:
+            raise
+        names = ", ".join(map(str, absent))
+        raise CommTimeout(
+            f"fsdpx: rank {rank} is to {what}; of {size} ranks, {names} did not come within "
+            f"{limit:g} s; raise the time limit if they are only slow"
+        ) from None
 
 
 def tell(group: dist.ProcessGroup, mine: T) -> list[T]:

@@ -120,6 +120,9 @@ class Communicator:
         self.closed = False
         self._regions: list[tuple[int, int, int]] = []  # (address, bytes, number), ascending
         self._empty: int | None = None  # the region of tensors without elements
+        owned = self.stream if self._owns_stream else None
+        self._finalizer = weakref.finalize(self, _end, native, owned)
+        self._finalizer.atexit = False  # fsdpx.comm closes what is open then
 
     def __repr__(self) -> str:
         return f"Communicator(kind={self.kind!r}, rank={self.rank}, size={self.size})"
@@ -342,6 +345,7 @@ class Communicator:
             if not self._owns_stream:
                 self.drain(seconds)
         self.closed = True
+        self._finalizer.detach()
         if self._owns_stream:
             self.stream.close(seconds)
         self.native.close()  # a collective that still waits for others ends with an error now
@@ -357,6 +361,14 @@ class Communicator:
     def _patience(self) -> float:
         # The native waits have limits; several may follow each other, in several collectives.
         return float("inf")
+
+
+def _end(native: _C.Communicator, stream: _C.Stream | None) -> None:
+    """What is left of `close` for a communicator that nobody uses any more; waits for nothing."""
+    native.close()
+    if stream is not None:
+        with contextlib.suppress(RuntimeError):  # it may be this thread that ends
+            stream.close(0.0)
 
 
 class DeviceBytes:
