@@ -87,6 +87,7 @@ void bind_unit(py::module_& m) {
       .def("num_expected", &Unit::num_expected)
       .def("forget_backward", &Unit::forget_backward)
       .def("drop_gradients", &Unit::drop_gradients)
+      .def("took_graph", &Unit::took_graph)
       .def("has_gradients", &Unit::has_gradients)
       .def("version", &Unit::gradient_version)
       .def("accumulate", &Unit::accumulate)

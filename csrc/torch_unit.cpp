@@ -153,6 +153,7 @@ std::vector<ConstSpan> Unit::take_gradients(const SegmentLayout& segment,
     if (!gradient.defined() || entry.numel == 0) continue;
     check(gradient.layout() == at::kStrided, "a sparse gradient reached ", storage_.describe(0),
           ": use dense gradients (sparse=False)");
+    took_graph_ |= gradient.requires_grad();
     gradient = gradient.detach().contiguous();
     if (native_dtype(gradient.scalar_type()) != segment.gradient)
       gradient = gradient.to(leaves_[entry.leaf].scalar_type());

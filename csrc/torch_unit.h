@@ -8,6 +8,7 @@
 #include <memory>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "comm_queue.h"
@@ -87,6 +88,8 @@ class Unit {
       const;  // leaves whose gradient the running backward accumulates, or has accumulated
   void forget_backward() { num_missing_.clear(); }
   void drop_gradients();
+  // Whether a gradient that was taken since the last call had a graph (create_graph=True).
+  bool took_graph() { return std::exchange(took_graph_, false); }
   std::vector<bool> has_gradients() const;
   int64_t gradient_version()
       const;  // sum of the leaves' version counters: moves when a full parameter is edited in place
@@ -116,6 +119,7 @@ class Unit {
   pybind11::object owner_;
   bool notify_ = false;
   std::shared_ptr<Event> gathered_;  // the end of the gather of what is attached
+  bool took_graph_ = false;
   std::vector<at::Tensor> leaves_;
   std::vector<std::shared_ptr<void>>
       accumulators_;  // keeps the AccumulateGrad nodes that carry our hooks

@@ -100,6 +100,7 @@ class FlatParameter(ShardedTensor):
                 "give the optimizer model.parameters()"
             )
 
+    @torch.no_grad()
     def _flat_gradient(self) -> torch.Tensor:
         unit = self._unit
         gradients = unit.listener.gradients[unit].buffers if unit.listener else {}

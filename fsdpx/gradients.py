@@ -81,6 +81,7 @@ class Gradients:
     partial_used: list[bool] = field(default_factory=list)  # parameters with one in `partial`
     waiting: dict[int, WaitingGradient] = field(default_factory=dict)  # in `.grad` of parameters
     _shown: dict[int, WaitingGradient] = field(default_factory=dict)  # kept from step to step
+    _with_graph: bool = False  # whether the last backward made a graph of gradients
     in_flight: list[_InFlight] = field(default_factory=list)
     written: set[int] = field(default_factory=set)  # segments that hold this backward's gradients
     waited: set[int] = field(default_factory=set)  # of these, segments with earlier ones, too
@@ -177,15 +178,17 @@ class Gradients:
 
     def settle_waiting(self) -> None:
         """Takes over what the user did to gradients that wait."""
-        for index, shown in list(self.waiting.items()):
-            dropped = self._parameter(index).grad is not shown
+        dropped = {i for i, shown in self.waiting.items() if self._parameter(i).grad is not shown}
+        if dropped == self.waiting.keys():
             if dropped:
-                self.waiting.pop(index).before = None
-            if dropped or shown.is_zeroed:
-                self._clear_waiting(index, dropped)
-                shown.is_zeroed = False
-            if not self.waiting:  # all are dropped
                 self.forget()
+            return
+        for index, shown in list(self.waiting.items()):
+            if index in dropped or shown.is_zeroed:
+                self._clear_waiting(index, index in dropped)
+                shown.is_zeroed = False
+            if index in dropped:
+                self.waiting.pop(index).before = None
 
     def _clear_waiting(self, index: int, dropped: bool) -> None:
         """Sets what waits for one parameter to zero."""
@@ -348,10 +351,22 @@ class Gradients:
                 trains = trains or number in self.waited
                 if used[index] and parameter.grad is not gradient and trains:
                     parameter.grad = gradient
+        self._mark_graphless()
         self.written.clear()
         self.waited.clear()
         self._run_hooks(used)
         return Delivered(any(used), read, news)
+
+    def _mark_graphless(self) -> None:
+        """Lets gradients of a backward with create_graph=True require grad: the sum over ranks is
+        not part of the graph, so that they must not become part of a loss.
+        """
+        with_graph = self.unit.native.took_graph()
+        if with_graph or self._with_graph:
+            for number in self.written:
+                for gradient in self.buffers[number].gradients.values():
+                    gradient.requires_grad_(with_graph)
+        self._with_graph = with_graph
 
     def drop(self) -> None:
         """Forgets the gradients of a backward that failed."""

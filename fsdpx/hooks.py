@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from . import _C
 from .changes import settle_changes
 from .schedule import Schedule
-from .torch_private import leave_to_eager, outside_of_transforms
+from .torch_private import is_traced, leave_to_eager, outside_of_transforms
 from .unit import Unit, unit_of, units
 
 # ---- Calls
@@ -27,6 +27,7 @@ def run_forward(
     """Calls a module's forward with its unit gathered, inputs and outputs cast by the policy."""
     schedule = unit.listener or make_schedule(module)
     if schedule.is_idle:
+        _refuse_tracing(module)
         regrown = settle_changes(schedule.units) and unit is schedule.units[0]
         if regrown or not schedule.is_connected:
             schedule = make_schedule(module)
@@ -46,12 +47,21 @@ def run_forward(
         schedule.end_forward(unit, ok)
 
 
+def _refuse_tracing(module: nn.Module) -> None:
+    if is_traced():
+        raise RuntimeError(
+            f"fsdpx: the sharded module {type(module).__name__} can't be traced or exported: its "
+            "parameters come and go; load its whole state dict into a plain model, and trace that"
+        )
+
+
 def make_schedule(root: nn.Module) -> Schedule:
     """Makes one schedule for `root`'s units and all below it; an earlier one of a part of them
     ends.
 
     Collective: the ranks agree on communicators and memory here.
     """
+    _refuse_tracing(root)
     names, levels = {}, {}
     for name, module in root.named_modules():
         unit = unit_of(module)

@@ -45,8 +45,14 @@ class FSDPModule:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError(
-            f"fsdpx: the sharded module {type(self).__name__} cannot be pickled: save "
-            "model.state_dict() instead"
+            f"fsdpx: the sharded module {type(self).__name__} cannot be pickled, nor copied by "
+            "copy.copy: save model.state_dict() instead, or use copy.deepcopy"
+        )
+
+    def __prepare_scriptable__(self) -> Any:
+        raise RuntimeError(
+            f"fsdpx: the sharded module {type(self).__name__} can't be compiled by "
+            "torch.jit.script: load its whole state dict into a plain model, and compile that"
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

@@ -36,7 +36,7 @@ from .gradients import Gradients
 from .order import Order, Reads
 from .progress import Progress
 from .residency import Residency
-from .torch_private import NO_BACKWARD, current_backward
+from .torch_private import NO_BACKWARD, current_backward, outside_of_transforms
 from .unit import Phase, Storage, Unit
 
 _MAX_REDUCTIONS = 2  # in flight: one that runs, and one to follow it
@@ -118,6 +118,7 @@ class Schedule:
             self._check_unbroken()
             for around in self.around_forwards:
                 around.before(unit)
+            self._settle_waiting()
             self._progress.begin_forward()
             self._forward.follow(self._forward.known)
             self._forward_now, self._ended = [], []
@@ -217,6 +218,12 @@ class Schedule:
         else:
             self._participants.clear()
             self._broken |= self._has_pending()
+
+    def _settle_waiting(self) -> None:
+        for gradients in self.gradients.values():
+            if gradients.waiting:
+                with outside_of_transforms():
+                    gradients.settle_waiting()
 
     def _has_pending(self) -> bool:
         return any(gradients.is_pending for gradients in self.gradients.values())
@@ -346,8 +353,7 @@ class Schedule:
             self._backward.follow([u for u in latest_first if u not in self._reads.by_nobody])
             self._reduced_any = False
             self._accumulates = False
-            for gradients in self.gradients.values():
-                gradients.settle_waiting()
+            self._settle_waiting()
             self._continues = self._has_pending()
             self._progress.begin_backward()
         self._accumulates |= any(unit.native.num_expected() for unit in self.units)

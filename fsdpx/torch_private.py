@@ -53,6 +53,11 @@ def swap_content(a: torch.Tensor, b: torch.Tensor) -> None:
     swap_values(a, b)
 
 
+def is_traced() -> bool:
+    """Whether a program is being recorded: by torch.jit.trace or torch.export."""
+    return bool(torch._C._is_tracing()) or torch.compiler.is_exporting()
+
+
 def is_batched(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is one of many that torch's vmap runs as one."""
     legacy = torch._C._dispatch_key_parse("Batched")

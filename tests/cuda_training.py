@@ -37,6 +37,8 @@ class Training:
         prefetch: Units to gather ahead.
         num_micro_batches: Backwards for each step.
         sync_each: Whether each of them reduces gradients.
+        drops: Gradients of all but the last micro-batch are dropped while they wait.
+        taken: `torch.autograd.grad` gives the gradients.
         frozen: The second block's weights do not train.
         checkpoint: Blocks recompute their forward.
         zero_stage: As `fully_shard` takes it.
@@ -51,6 +53,8 @@ class Training:
     prefetch: int = 1
     num_micro_batches: int = 1
     sync_each: bool = True
+    drops: bool = False
+    taken: bool = False
     frozen: bool = False
     checkpoint: bool = False
     zero_stage: int = 3
@@ -169,7 +173,15 @@ def train(
             last = i == len(micro_batches) - 1
             model.set_requires_gradient_sync(last or training.sync_each)
             loss = F.mse_loss(model(x.to(parameters[0].dtype)).float(), y)
-            loss.backward()
+            if training.taken:
+                for parameter, gradient in zip(
+                    parameters, torch.autograd.grad(loss, parameters), strict=True
+                ):
+                    parameter.grad = gradient
+            else:
+                loss.backward()
+            if training.drops and not last:
+                optimizer.zero_grad()
             kept.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()

@@ -172,6 +172,26 @@ def test_hooks_of_several_parameters() -> None:
     run_ranks(2, count_together)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_gradients_that_lost_their_graph_are_no_part_of_a_loss() -> None:
+    pair = Pair(small_mlp())
+    pair.optimize(torch.optim.SGD, lr=0.1, momentum=0.9)
+    for create_graph in (True, False, True):
+        for model in pair.both:
+            mean_square(model, batch_of(0)).backward(create_graph=create_graph)
+        pair.assert_grads()
+        gradient = pair.model[0].weight.grad
+        if create_graph:
+            with pytest.raises(RuntimeError, match=r"'0\.weight'.* gradient by create_graph=True"):
+                gradient.square().sum()
+        assert gradient.requires_grad == create_graph
+        assert_close(gradient.detach().norm(), pair.reference[0].weight.grad.norm(), "norm")
+        for model in pair.both:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        pair.step()
+        pair.assert_weights()
+
+
 def test_what_has_no_gradient_of_its_own_is_refused() -> None:
     model = fsdpx.fully_shard(small_mlp())
     output = model(batch_of(0))

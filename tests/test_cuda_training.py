@@ -43,6 +43,8 @@ WAYS = {
     "prefetch 0": Training(prefetch=0),
     "prefetch 2": Training(prefetch=2),
     "accumulation": Training(num_micro_batches=3, sync_each=False),
+    "dropped": Training(num_micro_batches=3, sync_each=False, drops=True),
+    "taken by grad": Training(taken=True),
     "several backwards": Training(num_micro_batches=2),
     "frozen": Training(frozen=True, num_steps=3),
     "another dtype": Training(converted=True, num_steps=3),

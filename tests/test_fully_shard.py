@@ -1,5 +1,6 @@
 """The public surface of a sharded module, on one rank: options, methods, errors."""
 
+import copy
 import gc
 import pickle
 from collections.abc import Callable
@@ -287,10 +288,29 @@ def test_modules_that_cannot_be_units_are_refused() -> None:
         fully_shard([])
 
 
-def test_pickling_is_refused() -> None:
-    model = shard_linears(small_mlp())
-    with pytest.raises(RuntimeError, match=r"FSDPSequential cannot be pickled: save .*state_dict"):
-        pickle.dumps(model)
+TAKES_MODULES = {
+    "pickle": (pickle.dumps, "cannot be pickled.* save .*state_dict"),
+    "copy": (copy.copy, "cannot be pickled, nor copied by copy.copy.* use copy.deepcopy"),
+    "script": (torch.jit.script, "can't be compiled by torch.jit.script"),
+    "trace": (lambda model: torch.jit.trace(model, batch()), "can't be traced"),
+    "export": (lambda model: torch.export.export(model, (batch(),)), "can't be traced or exported"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("called_before", [False, True])
+@pytest.mark.parametrize(("take", "message"), TAKES_MODULES.values(), ids=TAKES_MODULES)
+def test_what_takes_a_module_for_a_program_is_refused(
+    take: Callable[[nn.Module], object], message: str, called_before: bool
+) -> None:
+    model, reference = shard_linears(small_mlp()), small_mlp()
+    if called_before:
+        model(batch())
+    with pytest.raises(RuntimeError, match=f"FSDPSequential {message}"):
+        take(model)
+    for each in (model, reference):
+        each(batch()).sum().backward()
+    assert_same_gradients(model, reference)
 
 
 def test_reading_a_freed_parameter_names_it() -> None:

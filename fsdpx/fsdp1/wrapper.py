@@ -147,7 +147,15 @@ class FullyShardedDataParallel(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError(
             f"FullyShardedDataParallel: the wrapper of {type(self._wrapped).__name__} cannot be "
-            "pickled: save model.state_dict() instead"
+            "pickled, nor copied by copy.copy: save model.state_dict() instead, or use "
+            "copy.deepcopy"
+        )
+
+    def __prepare_scriptable__(self) -> Any:
+        raise RuntimeError(
+            f"FullyShardedDataParallel: the wrapper of {type(self._wrapped).__name__} can't be "
+            "compiled by torch.jit.script: load its whole state dict into a plain model, and "
+            "compile that"
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

@@ -61,7 +61,8 @@ def take_over(parameter: nn.Parameter, made: ShardedTensor) -> ShardedTensor:
     attributes, gradient = dict(parameter.__dict__), parameter.grad
     after = parameter._post_accumulate_grad_hooks
     if gradient is not None:
-        made.grad = ShardedTensor(made._spec.piece(gradient.detach()).clone(), made._spec)
+        piece = made._spec.piece(gradient.detach()).to(made.device, copy=True)
+        made.grad = ShardedTensor(piece, made._spec)
         parameter.grad = None
     made.__dict__.update(attributes)
     swap_content(parameter, made)

@@ -69,7 +69,8 @@ def _shard_state(parameter: ShardedTensor, state: dict[str, Any]) -> None:
     for key, value in state.items():
         plain = isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor)
         if plain and value.shape == spec.shape and (value.dim() or key not in _NUMBERS):
-            state[key] = ShardedTensor(spec.piece(value.detach()).clone(), spec)
+            piece = spec.piece(value.detach()).to(parameter.device, copy=True)
+            state[key] = ShardedTensor(piece, spec)
 
 
 def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -29,10 +29,11 @@ def _refuse_gradient(tensors: Sequence[Any], func: OpOverload) -> None:
         return
     for tensor in tensors:
         if isinstance(tensor, ShardedTensor) and tensor.requires_grad:
+            what = "parameter" if tensor._is_param else "tensor (a gradient by create_graph=True?)"
             refuse_for(
                 tensor._spec,
                 func,
-                "of a parameter that requires grad would silently get no gradient; for a value "
+                f"of a {what} that requires grad would silently get no gradient; for a value "
                 "to look at, call it under torch.no_grad() or on .detach()",
             )
 
