@@ -12,7 +12,6 @@ of a sum is not fixed, that are further off than rounding explains.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed.fsdp._fully_shard._fsdp_collectives  # defines torch.ops.fsdp
 import torch.nn.functional as F
-from measuring import MIB, Clock, choose_device, median
+from measuring import MIB, Clock, choose_device, import_cupy, median
 from torch import Tensor
 
 from fsdpx import _C, ops, shard_ops
@@ -29,7 +28,7 @@ from fsdpx.dtypes import BFLOAT16, FLOAT32
 PEERS = 8  # of a gather, and sources of a reduction
 DEVICE = choose_device()
 GPU = DEVICE.type == "cuda"
-CUPY = GPU and importlib.util.find_spec("cupy") is not None
+cupy = import_cupy() if GPU else None
 F32, BF16 = torch.float32, torch.bfloat16
 
 
@@ -102,9 +101,7 @@ def unpack_case(numel: int) -> Case:
             flat.view(1, -1), sizes, dim=1, out=[out.view(1, -1) for out in outs]
         ),
     )
-    if CUPY:
-        import cupy
-
+    if cupy is not None:
         arrays = [cupy.from_dlpack(part) for part in parts]
 
         def copy_each(outs: list[Tensor]) -> None:
@@ -192,8 +189,7 @@ def norm_case(numel: int) -> Case:
         "vector_norm and isfinite",
         lambda: torch.where(src.isfinite().all(), torch.linalg.vector_norm(src), torch.nan),
     )
-    if CUPY:
-        import cupy
+    if cupy is not None:
 
         def by_cupy() -> Tensor:
             with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
@@ -258,8 +254,6 @@ def main(arguments: list[str] | None = None) -> None:
         return  # one device is enough
     if not GPU:
         print("No GPU here: these are the CPU's passes; they say nothing about a GPU.")
-    if GPU and not CUPY:
-        print("without cupy: it is not installed")
     clock = Clock(DEVICE)
 
     def seconds(run: Callable[[], object]) -> float:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,21 @@ MIB = 2**20
 # Their names since torch 2.14, where the older ones warn.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def import_cupy() -> Any:
+    """cupy, or None where it is not installed or cannot use the GPU; says why on rank 0."""
+    if importlib.util.find_spec("cupy") is None:
+        say("without cupy's arrays: cupy is not installed")
+        return None
+    import cupy
+
+    try:
+        cupy.zeros(1)
+    except Exception as error:  # of CUDA's driver, of its compiler, ...
+        say(f"without cupy's arrays: {error}")
+        return None
+    return cupy
 
 
 def say(text: str) -> None:

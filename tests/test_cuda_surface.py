@@ -131,9 +131,10 @@ def stages(device: str, stage: int, comm: str) -> Any:
     return norms, values(model)
 
 
-@pytest.mark.parametrize("comm", ["nvlink", "nvlink-copy"])
+@pytest.mark.parametrize("comm", ["nvlink", "nvlink-copy", "nccl", "c10d"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_stages(stage: int, comm: str) -> None:
+    """Sums of two ranks are the same in any order."""
     check(2, stages, stage, comm)
 
 
@@ -255,6 +256,7 @@ def methods(device: str) -> Any:
     backward(model, device)
     model.zero_grad()
     model.reset_iter_state()
+    model.set_requires_gradient_sync(True)
     return losses, full, values(model), train(model, sgd(model), device)
 
 
@@ -408,3 +410,34 @@ def test_front_door(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
 def test_hybrid_front_door(strategy: str) -> None:
     check(4, front_door, strategy)
+
+
+def front_door_options(device: str) -> Any:
+    """Modules that are still on the CPU or the meta device, ranks that differ, mixed precision."""
+    torch.manual_seed(dist.get_rank())
+    options = {
+        "device_mesh": dist.init_device_mesh(device, (2,)),
+        "device_id": torch.device(
+            device, torch.cuda.current_device() if device == "cuda" else None
+        ),
+        "auto_wrap_policy": ModuleWrapPolicy({Block}),
+        "sync_module_states": True,
+    }
+    half = fsdpx.MixedPrecision(torch.bfloat16, torch.float32, cast_root_forward_inputs=True)
+    model = fsdpx.FullyShardedDataParallel(Model(recompute=True), mixed_precision=half, **options)
+    losses = train(model, sgd(model), device)
+    with torch.device("meta"):
+        later = Model(recompute=False)
+    torch.manual_seed(1)
+
+    def init(module: nn.Module) -> None:
+        module.to_empty(device=device, recurse=False)
+        for p in module.parameters(recurse=False):
+            nn.init.constant_(p, 0.25)
+
+    later = fsdpx.FullyShardedDataParallel(later, param_init_fn=init, **options)
+    return losses, values(model), values(later), train(later, sgd(later), device)
+
+
+def test_front_door_options() -> None:
+    check(2, front_door_options)

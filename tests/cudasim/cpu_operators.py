@@ -11,6 +11,7 @@ writes as late as the order has it.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -67,6 +68,7 @@ def device_of(tensors: list[Tensor], kwargs: Any) -> torch.device | None:
     return asked if asked is not None and asked.type == "cuda" else None
 
 
+@functools.cache
 def is_composite(func: Any) -> bool:
     """Whether the operator is defined by others, like `to`, `reshape` and `matmul`."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd
