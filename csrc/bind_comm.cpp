@@ -270,6 +270,7 @@ void bind_communicator(py::module_& m) {
             stream.enqueue([comm, text = std::move(text)] { comm->leave_word(text); });
           },
           py::arg("stream"), py::arg("text"), "What peers read that wait for this rank in vain.")
+      .def("send_buffer_bytes", &Communicator::send_buffer_bytes, py::arg("wire_bytes"))
       .def("barrier", &barrier, py::arg("stream"), py::arg("name"))
       .def(
           "poison",
@@ -323,7 +324,9 @@ void bind_kinds(py::module_& m) {
           "connect",
           [](ShmBootstrap& self, int rank, const std::vector<std::string>& addresses,
              double timeout, int64_t max_send_bytes, double connect_timeout) {
-            return self.connect(rank, addresses, {timeout, connect_timeout, max_send_bytes});
+            ShmOptions options{timeout, connect_timeout};
+            if (max_send_bytes >= 0) options.max_send_bytes = max_send_bytes;
+            return self.connect(rank, addresses, options);
           },
           py::arg("rank"), py::arg("addresses"), py::arg("timeout"), py::arg("max_send_bytes") = -1,
           py::arg("connect_timeout") = 60.0, nogil);

@@ -4,6 +4,7 @@
 #include "bind_cuda.h"
 #include "torch_access.h"
 #include "torch_cuda.h"
+#include "torch_sharded.h"
 #include "torch_unit.h"
 
 namespace py = pybind11;
@@ -69,12 +70,14 @@ void bind_unit(py::module_& m) {
       .def("set_names", &set_names)
       .def(
           "attach",
-          [](Unit& unit, uintptr_t data, std::shared_ptr<Event> gathered) {
-            unit.attach(reinterpret_cast<void*>(data), std::move(gathered));
+          [](Unit& unit, uintptr_t data, bool newer, std::shared_ptr<Event> gathered) {
+            unit.attach(reinterpret_cast<void*>(data), newer, std::move(gathered));
           },
-          py::arg("data"), py::arg("gathered").none(true) = nullptr,
+          py::arg("data"), py::arg("newer") = false, py::arg("gathered").none(true) = nullptr,
           "Whoever reads the memory on another stream than the caller's waits for `gathered`.")
       .def("detach", &Unit::detach)
+      .def_property_readonly("edited", &Unit::edited)
+      .def("forget_edits", &Unit::forget_edits)
       .def_property_readonly("attached", [](const Unit& unit) { return unit.storage().attached(); })
       .def("segment",
            [](const Unit& unit, int64_t offset, int64_t numel, const py::object& dtype) {
@@ -89,7 +92,6 @@ void bind_unit(py::module_& m) {
       .def("drop_gradients", &Unit::drop_gradients)
       .def("took_graph", &Unit::took_graph)
       .def("has_gradients", &Unit::has_gradients)
-      .def("version", &Unit::gradient_version)
       .def("accumulate", &Unit::accumulate)
       .def("reduce", &reduce)
       .def("add_attribute",
@@ -116,6 +118,9 @@ void bind_torch(py::module_& m) {
   bind_unit(m);
   m.def("device_stream", &make_device_stream, py::arg("device"), py::arg("stream"),
         "The communication stream over `torch.cuda.Stream.cuda_stream`, which must outlive it.");
+  m.def("count_write", &count_write);
+  m.def("set_gradients", &set_gradients);
+  m.def("any_gradients", &any_gradients);
   m.def("at_backward_end", &at_backward_end);
   m.def("cast_inputs", [](py::object inputs, const py::object& dtype, py::object fallback) {
     return cast_inputs(std::move(inputs), scalar_type(dtype), std::move(fallback));

@@ -1,4 +1,5 @@
-// Where the segments of a reduction lie in a send buffer.
+// Where the segments of a reduction lie in a send buffer, and how a large one goes through small
+// buffers in parts.
 #pragma once
 
 #include <cstdint>
@@ -17,9 +18,19 @@ struct SendLayout {
   SendLayout(const ReduceOp& op, int size) {
     for (const ReduceSegment& s : op.segments) {
       offsets.push_back(nbytes);
-      nbytes += (size * s.numel * itemsize(s.wire_dtype) + kAlign - 1) / kAlign * kAlign;
+      nbytes += padded(size * s.numel * itemsize(s.wire_dtype));
     }
   }
+
+  static int64_t padded(int64_t nbytes) { return (nbytes + kAlign - 1) / kAlign * kAlign; }
 };
+
+// The part of `spans` that covers flat elements [begin, end), as spans of that range.
+std::vector<ConstSpan> part_of(const std::vector<ConstSpan>& spans, DType dtype, int64_t begin,
+                               int64_t end);
+
+// The reduction as several, of at most `max_bytes` each unless a few elements of every rank's piece
+// take more. The flags travel with the last.
+std::vector<ReduceOp> split(const ReduceOp& op, int size, int64_t max_bytes);
 
 }  // namespace fsdpx

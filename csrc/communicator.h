@@ -117,6 +117,9 @@ class Communicator {
   // Only where the ranks' CPUs can talk: see cuda/device_communicator.h.
   virtual void agree(const Announcement& announcement, std::vector<uint8_t>& flags) = 0;
 
+  // Memory for what reductions of up to `wire_bytes` send, on this rank.
+  virtual int64_t send_buffer_bytes(int64_t wire_bytes) const { return 2 * wire_bytes; }
+
   // kernels.h's pack where the ranks' tensors live: on a GPU on the caller's stream.
   virtual void pack_gradients(std::span<const ConstSpan> srcs, DType from, void* flat, DType to,
                               int64_t flat_numel, bool accumulate) {

@@ -22,21 +22,6 @@ constexpr int64_t kControlBytes = sizeof(ControlBlock);
 
 int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
-// The part of `spans` that covers flat elements [begin, end), as spans of that range.
-std::vector<ConstSpan> part_of(const std::vector<ConstSpan>& spans, DType dtype, int64_t begin,
-                               int64_t end) {
-  std::vector<ConstSpan> part;
-  for (const ConstSpan& span : spans) {
-    const int64_t first = std::max(span.offset, begin);
-    const int64_t last = std::min(span.offset + span.numel, end);
-    if (span.data == nullptr || first >= last) continue;
-    const auto* data =
-        static_cast<const char*>(span.data) + (first - span.offset) * itemsize(dtype);
-    part.push_back({data, last - first, first - begin});
-  }
-  return part;
-}
-
 // Whether packing would only copy flat elements [begin, end), and there is no gap in them.
 bool reads_in_place(const ReduceSegment& s, int64_t begin, int64_t end) {
   if (s.grad_dtype != s.wire_dtype) return false;
@@ -98,10 +83,6 @@ ShmCommunicator::ShmCommunicator(int rank, int size, std::shared_ptr<Exchange> e
   exchange_->finish(*control);
   board_->end();
   board_->set_timeout(options.timeout);
-  if (options.max_send_bytes >= 0) {
-    for (auto& buffer : send_buffers_)
-      buffer = make_region({"allocate a send buffer", {}, {}, options.max_send_bytes, 0, 0});
-  }
 }
 
 ShmCommunicator::~ShmCommunicator() {
@@ -209,12 +190,14 @@ void ShmCommunicator::scatter_shard(const GatherOp& op, const Region& region) {
 
 // [Note: Send buffers] There are two, used in turn. A rank that packs into a buffer has finished
 // the collective that used the other one; to get that far all ranks had to announce that
-// collective, and they had read this buffer before. So no further wait is needed.
+// collective, and they had read this buffer before. So no further wait is needed. What is larger
+// than a buffer may be goes in parts, each announced like a collective of its own: memory stays
+// small, and what peers read is still in the caches.
 const ShmCommunicator::Region& ShmCommunicator::next_send_buffer(const Tag& tag, int64_t nbytes) {
   auto& buffer = send_buffers_[num_sends_++ & 1];
   if (buffer == nullptr || nbytes > (*buffer)[rank_]->nbytes()) {
-    check(options_.max_send_bytes < 0, "unit '", tag.unit, "' sends ", nbytes,
-          " bytes, more than max_bytes=", options_.max_send_bytes);
+    check(nbytes <= options_.max_send_bytes, "unit '", tag.unit, "' sends ", nbytes,
+          " bytes at once, more than max_bytes=", options_.max_send_bytes);
     buffer.reset();  // first: both at once may not fit
     buffer = make_region({"allocate a send buffer", tag, {}, nbytes, 0, 0});
   }
@@ -223,19 +206,27 @@ const ShmCommunicator::Region& ShmCommunicator::next_send_buffer(const Tag& tag,
 
 void ShmCommunicator::reduce_scatter(ReduceOp& op) {
   collective([&] {
-    const SendLayout layout(op, size_);
-    // The used flags follow the segments.
     const auto num_used = static_cast<int64_t>(op.used.size());
-    const int64_t nbytes = layout.nbytes + num_used;
-    const Region& buffer = next_send_buffer(op.tag, nbytes);
-    char* own = bytes_of(*buffer[rank_]);
-    for (size_t i = 0; i < op.segments.size(); ++i)
-      pack_for_peers(op.segments[i], own + layout.offsets[i]);
-    std::copy(op.used.begin(), op.used.end(), own + layout.nbytes);
-    board_->begin({"reduce_scatter", op.tag, {}, nbytes, num_used, details_of(op)});
-    sum_pieces(op, buffer);
-    board_->end();
+    const int64_t nbytes = SendLayout(op, size_).nbytes + num_used;
+    const Announcement whole = {"reduce_scatter", op.tag, {}, nbytes, num_used, details_of(op)};
+    auto parts = split(op, size_, options_.max_send_bytes - num_used);
+    for (ReduceOp& part : parts) reduce_part(part, whole);
+    op.used = std::move(parts.back().used);
   });
+}
+
+void ShmCommunicator::reduce_part(ReduceOp& op, const Announcement& announcement) {
+  const SendLayout layout(op, size_);
+  // The used flags follow the segments.
+  const Region& buffer =
+      next_send_buffer(op.tag, layout.nbytes + static_cast<int64_t>(op.used.size()));
+  char* own = bytes_of(*buffer[rank_]);
+  for (size_t i = 0; i < op.segments.size(); ++i)
+    pack_for_peers(op.segments[i], own + layout.offsets[i]);
+  std::copy(op.used.begin(), op.used.end(), own + layout.nbytes);
+  board_->begin(announcement);
+  sum_pieces(op, buffer);
+  board_->end();
 }
 
 // Packs what peers will read and, unless it can be read where it is, this rank's own piece.
@@ -289,30 +280,41 @@ void ShmCommunicator::merge_flags(const Region& buffer, int64_t offset,
 void ShmCommunicator::all_reduce(const Tag& tag, void* data, DType dtype, int64_t numel,
                                  double scale) {
   collective([&] {
-    const int64_t nbytes = numel * itemsize(dtype);
-    const Region& buffer = next_send_buffer(tag, nbytes);
-    char* const own = bytes_of(*buffer[rank_]);
-    char* const target = static_cast<char*>(data);
-    copy_bytes(own, data, nbytes);
     Hasher hasher;
     hasher.add(uint64_t(dtype));
-    board_->begin({"all_reduce", tag, {}, nbytes, 0, hasher.value()});
-    // Rank r sums the rth piece, and then everyone copies the sums.
-    const auto begin_of = [&](int rank) { return numel * rank / size_ * itemsize(dtype); };
-    const int64_t begin = begin_of(rank_), end = begin_of(rank_ + 1);
-    std::vector<const void*> pieces(size_);
-    for (int peer = 0; peer < size_; ++peer) pieces[peer] = bytes_of(*buffer[peer]) + begin;
-    reduce(pieces, dtype, target + begin, dtype, (end - begin) / itemsize(dtype), scale);
-    copy_bytes(own + begin, target + begin,
-               end - begin);  // only this rank reads that piece before
-    board_->arrive();
-    for (int i = 1; i < size_; ++i) {
-      const int peer = (rank_ + i) % size_;
-      const int64_t first = begin_of(peer);
-      copy_bytes(target + first, bytes_of(*buffer[peer]) + first, begin_of(peer + 1) - first);
-    }
-    board_->end();
+    const Announcement whole = {"all_reduce", tag, {}, numel * itemsize(dtype), 0, hasher.value()};
+    const int64_t most = std::max<int64_t>(options_.max_send_bytes / itemsize(dtype), 1);
+    int64_t first = 0;
+    do {
+      const int64_t count = std::min(most, numel - first);
+      all_reduce_part(whole, static_cast<char*>(data) + first * itemsize(dtype), dtype, count,
+                      scale);
+      first += count;
+    } while (first < numel);
   });
+}
+
+void ShmCommunicator::all_reduce_part(const Announcement& announcement, char* data, DType dtype,
+                                      int64_t numel, double scale) {
+  const int64_t nbytes = numel * itemsize(dtype);
+  const Region& buffer = next_send_buffer(announcement.tag, nbytes);
+  char* const own = bytes_of(*buffer[rank_]);
+  copy_bytes(own, data, nbytes);
+  board_->begin(announcement);
+  // Rank r sums the rth piece, and then everyone copies the sums.
+  const auto begin_of = [&](int rank) { return numel * rank / size_ * itemsize(dtype); };
+  const int64_t begin = begin_of(rank_), end = begin_of(rank_ + 1);
+  std::vector<const void*> pieces(size_);
+  for (int peer = 0; peer < size_; ++peer) pieces[peer] = bytes_of(*buffer[peer]) + begin;
+  reduce(pieces, dtype, data + begin, dtype, (end - begin) / itemsize(dtype), scale);
+  copy_bytes(own + begin, data + begin, end - begin);  // only this rank reads that piece before
+  board_->arrive();
+  for (int i = 1; i < size_; ++i) {
+    const int peer = (rank_ + i) % size_;
+    const int64_t first = begin_of(peer);
+    copy_bytes(data + first, bytes_of(*buffer[peer]) + first, begin_of(peer + 1) - first);
+  }
+  board_->end();
 }
 
 void ShmCommunicator::barrier(const Tag& tag) {

@@ -2,6 +2,7 @@
 // that must happen anyway.
 #pragma once
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -17,8 +18,8 @@ namespace fsdpx {
 struct ShmOptions {
   double timeout = 1800;        // seconds, of each wait for other ranks
   double connect_timeout = 60;  // the same while connecting
-  int64_t max_send_bytes =
-      -1;  // of each of the two send buffers; -1: as large as the largest reduction so far
+  // Of each of the two send buffers; larger reductions go in parts.
+  int64_t max_send_bytes = int64_t{2} << 20;
 };
 
 // Made in two steps: each rank makes its own (which opens its door to peers), all tell each other
@@ -58,6 +59,9 @@ class ShmCommunicator final : public Communicator {
   void all_reduce(const Tag& tag, void* data, DType dtype, int64_t numel, double scale) override;
   void barrier(const Tag& tag) override;
   void agree(const Announcement& announcement, std::vector<uint8_t>& flags) override;
+  int64_t send_buffer_bytes(int64_t wire_bytes) const override {
+    return 2 * std::min(wire_bytes, options_.max_send_bytes);
+  }
 
   void leave_word(const std::string& text) override { board_->leave_note(text); }
   void close() override;
@@ -73,6 +77,9 @@ class ShmCommunicator final : public Communicator {
   const Region& next_send_buffer(const Tag& tag, int64_t nbytes);
   void check_gather(const GatherOp& op, int64_t region_bytes) const;
   void scatter_shard(const GatherOp& op, const Region& region);
+  void reduce_part(ReduceOp& op, const Announcement& announcement);
+  void all_reduce_part(const Announcement& announcement, char* data, DType dtype, int64_t numel,
+                       double scale);
   void merge_flags(const Region& buffer, int64_t offset, std::vector<uint8_t>& flags);
   void sum_pieces(ReduceOp& op, const Region& buffer);
   void pack_for_peers(const ReduceSegment& segment, char* flat);

@@ -69,16 +69,6 @@ void Unit::call_owner(const char* method) {
   }
 }
 
-void Unit::attach(void* data, std::shared_ptr<Event> gathered) {
-  storage_.attach(data);
-  gathered_ = std::move(gathered);
-}
-
-void Unit::detach() {
-  storage_.detach();
-  gathered_ = nullptr;
-}
-
 void Unit::access() {
   if (gathered_ != nullptr && !gathered_->is_followed()) gathered_->wait(0);  // a GPU's: no waiting
   if (ready() || torch::autograd::get_current_graph_task_id() == -1) return;
@@ -138,7 +128,21 @@ std::vector<bool> Unit::has_gradients() const {
   return result;
 }
 
-int64_t Unit::gradient_version() const {
+void Unit::attach(void* data, bool newer, std::shared_ptr<Event> gathered) {
+  storage_.attach(data);
+  gathered_ = std::move(gathered);
+  if (newer)
+    for (auto& leaf : leaves_) leaf.unsafeGetTensorImpl()->bump_version();
+  forget_edits();
+}
+
+void Unit::detach() {
+  storage_.detach();
+  gathered_ = nullptr;
+  notify_ = false;
+}
+
+int64_t Unit::version() const {
   int64_t sum = 0;
   for (const auto& leaf : leaves_) sum += leaf._version();
   return sum;
@@ -153,8 +157,11 @@ std::vector<ConstSpan> Unit::take_gradients(const SegmentLayout& segment,
     if (!gradient.defined() || entry.numel == 0) continue;
     check(gradient.layout() == at::kStrided, "a sparse gradient reached ", storage_.describe(0),
           ": use dense gradients (sparse=False)");
-    took_graph_ |= gradient.requires_grad();
-    gradient = gradient.detach().contiguous();
+    if (gradient.requires_grad()) {
+      took_graph_ = true;
+      gradient = gradient.detach();  // the graph may go
+    }
+    gradient = gradient.contiguous();
     if (native_dtype(gradient.scalar_type()) != segment.gradient)
       gradient = gradient.to(leaves_[entry.leaf].scalar_type());
     spans.push_back({gradient.const_data_ptr(), entry.numel, entry.offset});

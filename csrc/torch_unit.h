@@ -67,6 +67,15 @@ class Unit {
   // The owner of the unit whose storage `tensor` views, or None.
   static pybind11::object owner_of(const at::Tensor& tensor);
 
+  // ---- The full parameters' memory
+  // `data` holds `num_bytes` of them. `newer`: other values than were attached before; what
+  // autograd saved of those must not be read, as after an edit in place. Readers on other streams
+  // than the caller's wait for `gathered`.
+  void attach(void* data, bool newer, std::shared_ptr<Event> gathered);
+  void detach();
+  bool edited() const { return version() != version_; }  // a leaf, in place, since attach()
+  void forget_edits() { version_ = version(); }
+
   // ---- Reading in backward
   bool ready() const {
     return storage_.attached() && !notify_ && (gathered_ == nullptr || gathered_->is_followed());
@@ -74,8 +83,6 @@ class Unit {
   // Makes torch's current stream wait for the gather, as the first reader's does; asks the owner to
   // gather when a backward is running.
   void access();
-  void attach(void* data, std::shared_ptr<Event> gathered);
-  void detach();
   void set_notify(bool on) {
     notify_ = on;
   }  // the next access in a backward is told to the owner though the unit is gathered
@@ -91,8 +98,6 @@ class Unit {
   // Whether a gradient that was taken since the last call had a graph (create_graph=True).
   bool took_graph() { return std::exchange(took_graph_, false); }
   std::vector<bool> has_gradients() const;
-  int64_t gradient_version()
-      const;  // sum of the leaves' version counters: moves when a full parameter is edited in place
 
   // Adds the leaves' gradients to flat buffers (in the accumulator dtype; `first`: overwrites) and
   // drops them.
@@ -108,6 +113,7 @@ class Unit {
  private:
   friend struct GradientArrival;
   void arrived();
+  int64_t version() const;  // sum of the leaves' version counters
   void call_owner(const char* method);
   std::vector<ConstSpan> take_gradients(const SegmentLayout& segment,
                                         std::vector<at::Tensor>& keep_alive);
@@ -119,6 +125,7 @@ class Unit {
   pybind11::object owner_;
   bool notify_ = false;
   std::shared_ptr<Event> gathered_;  // the end of the gather of what is attached
+  int64_t version_ = 0;
   bool took_graph_ = false;
   std::vector<at::Tensor> leaves_;
   std::vector<std::shared_ptr<void>>

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 from torch import nn
 
+from .comm import Communicator
 from .hooks import all_schedules, make_schedule
 from .schedule import Schedule
 from .unit import Unit, units
@@ -67,7 +68,8 @@ class MemoryDescription:
         accumulated: Full gradients, in the reduce dtype, of units of stage 1; only while
             micro-batches add up.
         unit_gradients: Full gradients of the largest unit, as backward makes them.
-        send_buffers: Two packed gradient buffers of the largest unit, in the wire dtype.
+        send_buffers: What the communicators keep for packed gradients; "shm" sends those of large
+            units in parts.
         host_shards: Sharded parameters of offloaded units.
         host_gradients: Their sharded gradients.
     """
@@ -182,7 +184,7 @@ def _describe_memory(
         kept=sum(unit.gathered_bytes for unit in described if unit.kept),
         accumulated=sum(unit.accumulated_bytes for unit in found if unit.zero.stage == 1),
         unit_gradients=max((unit.gradient_bytes for unit in described), default=0),
-        send_buffers=2 * max((unit.wire_bytes for unit in found), default=0),
+        send_buffers=_send_buffers(found),
         host_shards=_shard_bytes(on_host),
         host_gradients=_gradient_bytes(on_host),
     )
@@ -195,6 +197,13 @@ def _shard_bytes(some: Sequence[Unit]) -> int:
 def _gradient_bytes(some: Sequence[Unit]) -> int:
     segments = [segment for unit in some for segment in unit.layout.segments]
     return sum(segment.shard_bytes for segment in segments if segment.trainable)
+
+
+def _send_buffers(found: Sequence[Unit]) -> int:
+    largest: dict[Communicator, int] = {}
+    for unit in found:
+        largest[unit.comm] = max(unit.wire_bytes, largest.get(unit.comm, 0))
+    return sum(comm.native.send_buffer_bytes(size) for comm, size in largest.items())
 
 
 def _mib(num_bytes: int) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +22,10 @@ from .unit import Unit
 
 
 def _most_references(objects: dict[int, Any]) -> int:
-    return max((sys.getrefcount(each) for each in objects.values()), default=0)
+    return max(map(sys.getrefcount, objects.values()), default=0)
 
 
+_AFTER_ACCUMULATION = operator.attrgetter("_post_accumulate_grad_hooks")
 # What that is for objects that only the dict knows.
 _UNSHARED = _most_references({0: object()})
 
@@ -36,6 +38,7 @@ class Buffer:
 
     flat: torch.Tensor  # 1D, shard_numel, original dtype
     gradients: dict[int, ShardedTensor]  # parameter index -> view
+    parameters: list[ShardedTensor]  # whose gradients they are
 
     @property
     def is_unshared(self) -> bool:
@@ -112,7 +115,7 @@ class Gradients:
         self._note_used()
         before = [(number, flat.data_ptr()) for number, flat in self.accumulated.items()]
         made = []
-        for number in self._segments():
+        for number in unit.trained_segments:
             if number not in self.accumulated:
                 segment = unit.layout.segments[number]
                 dtype: Any = segment.reduce_dtype
@@ -142,7 +145,7 @@ class Gradients:
         unit.was_read = False
         self.waited |= self.accumulated.keys() | self.partial.keys()
         accumulated, self.accumulated = self.accumulated, {}
-        numbers = sorted({*self._segments(), *self.waited})
+        numbers = sorted({*unit.trained_segments, *self.waited})
         if not numbers:
             return
         added_later: dict[int, torch.Tensor] = {}
@@ -344,17 +347,17 @@ class Gradients:
             used = self.unit.on_any_rank(used, self.unit.replicate_comm)
         *used, read = used
         for number in self.written:
-            for index, gradient in self.buffers[number].gradients.items():
-                parameter = self._parameter(index)
-                # Not of one that was frozen since the forward, unless earlier ones have waited.
-                trains = self.unit.trainable[index] and parameter.requires_grad
-                trains = trains or number in self.waited
-                if used[index] and parameter.grad is not gradient and trains:
-                    parameter.grad = gradient
+            buffer, trainable = self.buffers[number], self.unit.trainable
+            # Not of one that was frozen since the forward, unless earlier ones have waited.
+            waited = number in self.waited
+            wanted = [used[i] and (waited or trainable[i]) for i in buffer.gradients]
+            gradients = list(buffer.gradients.values())
+            _C.set_gradients(buffer.parameters, gradients, wanted, waited)
         self._mark_graphless()
         self.written.clear()
         self.waited.clear()
-        self._run_hooks(used)
+        if any(map(_AFTER_ACCUMULATION, self.unit.shards.sharded)):
+            self._run_hooks(used)
         return Delivered(any(used), read, news)
 
     def _mark_graphless(self) -> None:
@@ -396,12 +399,7 @@ class Gradients:
         return staging.copies(unit.comm, [flat])[0] if add else staging.room_for(unit.comm, flat)
 
     def _parameter(self, index: int) -> ShardedTensor:
-        return self.unit.parameters[index].sharded
-
-    def _segments(self) -> list[int]:
-        """Segments with a parameter that trains now."""
-        trainable, segments = self.unit.trainable, self.unit.layout.segments
-        return [i for i, s in enumerate(segments) if any(trainable[e.index] for e in s.entries)]
+        return self.unit.shards.sharded[index]
 
     @property
     def _stays_in_replica(self) -> bool:
@@ -452,17 +450,16 @@ class Gradients:
         if number in self.written:
             return True
         buffer = self.buffers.get(number)
-        entries = self.unit.layout.segments[number].entries
-        parameters = {e.index: self.unit.parameters[e.index].sharded for e in entries}
-        if all(parameter.grad is None for parameter in parameters.values()):
-            if buffer is None or not buffer.is_unshared:
-                self.buffers[number] = self._make_buffer(number)
-            return False
         if buffer is None:
             buffer = self.buffers[number] = self._make_buffer(number)
+        if not _C.any_gradients(buffer.parameters):
+            if not buffer.is_unshared:
+                self.buffers[number] = self._make_buffer(number)
+            return False
         with torch.no_grad():
-            for index, parameter in parameters.items():
-                gradient = buffer.gradients[index]
+            for parameter, gradient in zip(
+                buffer.parameters, buffer.gradients.values(), strict=True
+            ):
                 if parameter.grad is None:
                     gradient.zero_()
                 elif parameter.grad is not gradient:  # the user's own: sharded alike, or full
@@ -478,7 +475,7 @@ class Gradients:
             start, length = layout.local_slice(entry.index, rank)
             spec = self.unit.parameters[entry.index].sharded._spec
             gradients[entry.index] = ShardedTensor(flat[start : start + length], spec)
-        return Buffer(flat, gradients)
+        return Buffer(flat, gradients, [self._parameter(index) for index in gradients])
 
     def _run_hooks(self, used: list[bool]) -> None:
         """Autograd never sees the sharded parameters: their post-accumulate hooks are called

@@ -43,13 +43,13 @@ class Region:
 
     def __init__(self, comm: Communicator, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self._number = comm.allocate_region(num_bytes)
-        self._data = comm.native.region_data(self._number)
-        self._finalizer = weakref.finalize(self, _release, comm, self._number)
+        self.number = comm.allocate_region(num_bytes)
+        self._data = comm.native.region_data(self.number)
+        self._finalizer = weakref.finalize(self, _release, comm, self.number)
         self._finalizer.atexit = False  # the communicator closes itself
 
     def place(self, offset: int, num_bytes: int) -> Place:
-        return Place(self._number, offset, num_bytes, self._data + offset)
+        return Place(self.number, offset, num_bytes, self._data + offset)
 
     def release(self) -> None:
         """Gives the memory back once no collective can still write it."""
@@ -75,18 +75,15 @@ class Ledger:
         Takes alternate between the two ends, so that of two units at a time, each as large as a
         window allows, neither can split the space of the other.
         """
-        ends = [
-            *sorted((o, o + s) for o, s in self._taken.items()),
-            (self.num_bytes, self.num_bytes),
-        ]
-        gaps, position = [], 0
-        for begin, end in ends:
+        offset, position = None, 0
+        for begin in (*sorted(self._taken), self.num_bytes):
             if begin - position >= size:
-                gaps.append((position, begin))
-            position = end
-        if not gaps:
+                offset = begin - size if self._high else position
+                if not self._high:
+                    break
+            position = begin + self._taken.get(begin, 0)
+        if offset is None:
             return None
-        offset = gaps[-1][1] - size if self._high else gaps[0][0]
         self._high = not self._high
         self._taken[offset] = size
         return offset
@@ -154,6 +151,8 @@ class Arena:
         if offset is None:
             return None
         place = self.region.place(offset, num_bytes)
+        if not self._freed:
+            return place
         before = [f for f in self._freed if f.offset < place.end and f.end > offset]
         self._forget_covered(place)
         return place._replace(free_after=tuple(mark for f in before for mark in f.free_after))
@@ -240,15 +239,13 @@ class Memory:
             return
         if old:
             old.region.release()
-        self._arenas[level] = Arena(self._comm, num_bytes)
+        arena = self._arenas[level] = Arena(self._comm, num_bytes)
+        self._owners[arena.region.number] = arena
 
     def take(self, level: int, num_bytes: int) -> Place | None:
         """A place in the arena of `level`, or None when it has no room now."""
         arena = self._arenas.get(level)
-        place = arena.take(num_bytes) if arena else None
-        if place and arena:
-            self._owners[place.region] = arena
-        return place
+        return arena.take(num_bytes) if arena else None
 
     def take_overflow(self, num_bytes: int) -> Place:
         """A place outside the arenas; collective where no free region fits."""

@@ -142,7 +142,6 @@ class Residency:
             return
         place = unit.free()
         del self._resident[unit]
-        unit.native.set_notify(False)
         own = self._own.get(unit)
         if own is None or own.region != place.region:
             self.memories[unit.comm].give(place)

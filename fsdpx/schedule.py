@@ -292,7 +292,7 @@ class Schedule:
 
     def _after_backward(self, unit: Unit) -> None:
         # With a frozen part, complete gradients do not mean that the weights are no longer read.
-        done = unit.trains_fully and not unit.pins and not unit.kept_by_user
+        done = all(unit.trainable) and not unit.pins and not unit.kept_by_user
         if done and not unit.zero.keeps_after_backward:
             self.residency.free(unit)
 
@@ -304,7 +304,7 @@ class Schedule:
             unit: Where backward is now.
             reading: Whether it reads `unit`, or has completed its gradients.
         """
-        if not self._accumulates:
+        if not self._accumulates or next(reversed(self._participants), None) is unit:
             return
         passed = list(reversed(self._participants))
         if unit is not None and unit not in self._participants:  # only the order may have it

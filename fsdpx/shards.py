@@ -56,6 +56,7 @@ class Shards:
 
     Attributes:
         flat: One 1-D tensor per segment, `shard_numel` elements of the original dtype.
+        sharded: The parameters that view them.
         device: Where they are (and their gradients).
     """
 
@@ -76,6 +77,7 @@ class Shards:
         self._earlier = 0  # generation of shards that `rehome` has replaced
         self.flat = self._make_flat(self._device_of_originals())
         self._take_originals()
+        self.sharded = [managed.sharded for managed in parameters]
         self._pieces = [managed.sharded.to_local() for managed in parameters]
         for managed in parameters:
             managed.attributes = managed.sharded.__dict__
@@ -137,7 +139,10 @@ class Shards:
     @property
     def generation(self) -> int:
         """Moves with every in-place change and with `rehome`."""
-        return self._earlier + sum(flat._version for flat in self.flat)
+        generation = self._earlier
+        for flat in self.flat:
+            generation += flat._version
+        return generation
 
     @property
     def were_replaced(self) -> bool:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
+import operator
 import os
 import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.graph import increment_version
 
 from . import _C, staging
 from .comm import Communicator
@@ -28,6 +29,7 @@ from .zero import ZeroPolicy
 _OUTDATED = -1  # generation of a gather that must not be used again
 # Freed parameters become NaN: whoever still reads them is found out.
 POISON = os.environ.get("FSDPX_POISON") == "1"
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 WAIT_FOREVER = 1e8  # seconds: the communicators' own limits end every collective
 
 
@@ -87,8 +89,6 @@ class Unit:
         self.is_offloaded = self.shards.device.type != device.type
         self._nothing = torch.empty(1)  # what a unit without elements is attached to, for good
         self.lay_out(layout)
-        self._comm: Communicator | None = None
-        self._replicate_comm: Communicator | None = None
         self.zero = ZeroPolicy(options.zero_stage, options.reshard_after_forward)
         self.gradient_divisor: float = group.size * group.num_replicas
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
@@ -111,7 +111,7 @@ class Unit:
         self._make_leaves()
         if not self.gathered_bytes:
             self.native.attach(self._nothing.data_ptr())
-        self._version = self.native.version()
+        self.trained_segments = self._find_trained()  # with a parameter that trains now
         self._attached: int | None = None  # generation of what was gathered last
         self._plan_gather: _C.GatherPlan | None = None
         self._followed: int | None = None  # generation whose writes the stream has followed
@@ -197,37 +197,29 @@ class Unit:
 
     # ---- Properties
 
-    @property
+    @cached_property
     def comm(self) -> Communicator:
         """The communicator; made, collectively, at the first use."""
-        if self._comm is None:
-            from . import comm
+        from . import comm
 
-            self._comm = comm.create(
-                self.group.process_group, kind=self.group.kind, device=self.device
-            )
-        return self._comm
+        return comm.create(self.group.process_group, kind=self.group.kind, device=self.device)
 
-    @property
+    @cached_property
     def replicate_comm(self) -> Communicator | None:
         """The communicator of the ranks that hold the same shard; None without replicas."""
-        if self._replicate_comm is None and self.group.num_replicas > 1:
-            from . import comm
+        if self.group.num_replicas == 1:
+            return None
+        from . import comm
 
-            self._replicate_comm = comm.create(
-                self.group.replicate_group,
-                kind=self.group.kind,
-                device=self.device,
-                beside=self.comm,
-            )
-        return self._replicate_comm
+        group, kind = self.group.replicate_group, self.group.kind
+        return comm.create(group, kind=kind, device=self.device, beside=self.comm)
 
     def forget_closed(self) -> None:
         """Lets the next use make communicators anew in place of closed ones."""
-        if self._comm is not None and self._comm.closed:
-            self._comm = None
-        if self._replicate_comm is not None and self._replicate_comm.closed:
-            self._replicate_comm = None
+        for name in ("comm", "replicate_comm"):
+            made: Communicator | None = self.__dict__.get(name)
+            if made is not None and made.closed:
+                del self.__dict__[name]
 
     @property
     def wire_bytes(self) -> int:
@@ -262,27 +254,19 @@ class Unit:
     @property
     def is_edited(self) -> bool:
         """Whether a full parameter was changed in place since it was gathered."""
-        return self.storage is Storage.GATHERED and self.native.version() != self._version
-
-    @property
-    def trains_fully(self) -> bool:
-        return all(self.trainable)
+        return self.storage is Storage.GATHERED and self.native.edited
 
     # ---- Runtime
 
-    def _move(self, to: Storage | Phase) -> None:
-        now = self.storage if isinstance(to, Storage) else self.phase
-        if now is to:
-            return
-        if (now, to) not in LEGAL_MOVES:
-            raise AssertionError(f"unit '{self.name}': {now} -> {to}")
-        if isinstance(to, Storage):
-            self.storage = to
-        else:
-            self.phase = to
+    def _to_storage(self, storage: Storage) -> None:
+        if (self.storage, storage) not in LEGAL_MOVES:
+            raise AssertionError(f"unit '{self.name}': {self.storage} -> {storage}")
+        self.storage = storage
 
     def to_phase(self, phase: Phase) -> None:
-        self._move(phase)
+        if phase is not self.phase and (self.phase, phase) not in LEGAL_MOVES:
+            raise AssertionError(f"unit '{self.name}': {self.phase} -> {phase}")
+        self.phase = phase
 
     def rehome(self) -> None:
         """Lets the flat shards follow pieces that were replaced; see conversions.py."""
@@ -291,17 +275,22 @@ class Unit:
 
     def refresh(self) -> None:
         """Takes over `requires_grad` as the user has set it since."""
-        now = [managed.sharded.requires_grad for managed in self.parameters]
+        now = list(map(_REQUIRES_GRAD, self.shards.sharded))
         if now != self.trainable:
             self._set_trainable(now)
 
     def _set_trainable(self, now: list[bool]) -> None:
         self.trainable = now
+        self.trained_segments = self._find_trained()
         for index, (managed, trains) in enumerate(zip(self.parameters, now, strict=True)):
             managed.leaf.requires_grad_(trains)
             if trains and not managed.watched:
                 self.native.watch(index)
                 managed.watched = True
+
+    def _find_trained(self) -> list[int]:
+        segments = enumerate(self.layout.segments)
+        return [i for i, s in segments if any(self.trainable[e.index] for e in s.entries)]
 
     def start_gather(self, place: Place) -> None:
         """Issues the all-gather into `place`."""
@@ -324,7 +313,7 @@ class Unit:
         event = comm.native.all_gather(comm.stream, plan, place.region, place.offset, comm.recorder)
         comm.in_flight.add(event, self.shards.flat)
         self.gathered = Pending(event, place, generation, issued)
-        self._move(Storage.GATHERING)
+        self._to_storage(Storage.GATHERING)
 
     def _make_gather_plan(self, shards: Sequence[torch.Tensor]) -> _C.GatherPlan:
         segments = []
@@ -347,13 +336,10 @@ class Unit:
         gathered = self.gathered
         assert gathered is not None
         self.wait(gathered.event)
-        self.native.attach(gathered.place.pointer, gathered.event)
-        if self._attached not in (None, gathered.generation):
-            # What autograd saved of the former weights must not be read: as after an in-place edit.
-            increment_version([managed.leaf for managed in self.parameters])
+        newer = self._attached not in (None, gathered.generation)
+        self.native.attach(gathered.place.pointer, newer, gathered.event)
         self._attached = gathered.generation
-        self._version = self.native.version()
-        self._move(Storage.GATHERED)
+        self._to_storage(Storage.GATHERED)
 
     def wait(self, event: _C.Event) -> None:
         """Blocks until a collective of this unit has ended; recorded as exposed communication."""
@@ -393,7 +379,7 @@ class Unit:
         if marks := comm.stream.marks_of_users(gathered.event):
             place = place._replace(free_after=tuple(marks))
         self.gathered = None
-        self._move(Storage.SHARDED)
+        self._to_storage(Storage.SHARDED)
         recorder = self.comm.recorder
         if recorder.enabled:
             begin, end = gathered.issued, comm.stream.computed()
@@ -439,7 +425,7 @@ class Unit:
         """
         if self.is_edited:
             assert self.gathered is not None
-            self._version = self.native.version()  # raises once
+            self.native.forget_edits()  # raises once
             self.gathered = self.gathered._replace(generation=_OUTDATED)
             raise RuntimeError(
                 f"fsdpx: unit '{self.name}': forward changed a gathered parameter in place; the "

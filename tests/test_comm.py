@@ -180,6 +180,44 @@ def segments_and_flags(rank: int, world_size: int, kind: str) -> None:
     comm.close()
 
 
+def in_parts(rank: int, world_size: int) -> None:
+    """Through buffers that hold a fraction of it: two segments with gaps, then a sum in place."""
+    comm = fsdpx.comm.create(kind="shm", max_bytes=5000)
+    numels = (1500, 777)
+    full = [values(rank, numel * world_size, torch.float32) for numel in numels]
+    for flat in full:
+        flat[11:1017] = 0.0  # no span covers these
+    shards = [values(rank, numel, torch.float32, seed=1) for numel in numels]
+    segments = []
+    for numel, flat, shard in zip(numels, full, shards, strict=True):
+        address, rest = flat.data_ptr(), flat.numel() - 1017
+        spans = [(address, 11, 0), (address + 4 * 1017, rest, 1017)]
+        segments.append(_C.ReduceSegment(spans, 0, 0, numel, shard.data_ptr(), 0, 0.5, True))
+    op = _C.ReduceOp("unit", segments, [int(r == rank) for r in range(world_size)])
+    comm.native.reduce_scatter(comm.stream, op).wait(60)
+    for numel, shard in zip(numels, shards, strict=True):
+        parts = []
+        for r in range(world_size):
+            theirs = values(r, numel * world_size, torch.float32)
+            theirs[11:1017] = 0.0
+            parts.append(theirs[numel * rank : numel * (rank + 1)])
+        old = values(rank, numel, torch.float32, seed=1)
+        assert torch.equal(shard, sum_in_rank_order(parts, torch.float32, 0.5, old))
+    assert list(op.used) == [1] * world_size
+    tensor = values(rank, 4001, torch.bfloat16)
+    comm.all_reduce(tensor).wait()
+    parts = [values(r, 4001, torch.bfloat16) for r in range(world_size)]
+    zeros = torch.zeros(4001, dtype=torch.bfloat16)
+    assert torch.equal(tensor, sum_in_rank_order(parts, torch.bfloat16, 1.0, zeros))
+    assert comm.native.send_buffer_bytes(1 << 20) == 2 * 5000
+    comm.close()
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_large_reductions_go_in_parts(world_size: int) -> None:
+    run_ranks(world_size, in_parts)
+
+
 def names_give_the_same(rank: int, world_size: int) -> list[str]:
     """Where sockets do not reach: memory by name, which is gone once all have it."""
     import torch.distributed as dist

@@ -61,8 +61,9 @@ def create(
         device: Of the tensors: "cpu" or a CUDA device ("cuda": the current one).
         timeout: Limit of each wait for other ranks, in seconds; the group's own if None. Ignored if
             the communicator exists already.
-        max_bytes: Size of each of the two hidden send buffers, the same on all ranks; they grow as
-            needed if None, and always on a GPU. Ignored if the communicator exists already.
+        max_bytes: Largest size of each of the two hidden send buffers of "shm", the same on all
+            ranks; larger reductions go in parts. None: 2 MiB. Ignored if the communicator exists
+            already.
         beside: A communicator of the same device on whose stream the new one runs, so that their
             collectives follow each other in the order of their issue.
 

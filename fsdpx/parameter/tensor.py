@@ -9,8 +9,8 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch._ops import OpOverload
-from torch.autograd.graph import increment_version
 
+from fsdpx import _C
 from fsdpx.parameter import collectives, table
 from fsdpx.parameter.spec import Spec, rebuild_spec
 
@@ -308,13 +308,4 @@ def _bump(writes: tuple[tuple[int, str], ...], args: tuple[Any, ...], kwargs: An
     The flat shard's counter is how an edit is noticed, so an empty piece counts as well.
     """
     for position, name in writes:
-        written = args[position] if position < len(args) else kwargs.get(name)
-        if isinstance(written, ShardedTensor):
-            pieces = [written._local]
-        elif isinstance(written, list | tuple):
-            pieces = [tensor._local for tensor in written if isinstance(tensor, ShardedTensor)]
-        else:
-            continue
-        # While torch.compile traces, pieces are stand-ins that have no counter.
-        if pieces and type(pieces[0]) is torch.Tensor:
-            increment_version(pieces)
+        _C.count_write(args[position] if position < len(args) else kwargs.get(name))

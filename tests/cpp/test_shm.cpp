@@ -15,7 +15,7 @@
 namespace fsdpx::test {
 namespace {
 
-const ShmOptions kPatient = {.timeout = 60, .connect_timeout = 60, .max_send_bytes = -1};
+const ShmOptions kPatient = {.timeout = 60, .connect_timeout = 60};
 
 ShmOptions limited(double timeout) {
   ShmOptions options = kPatient;
@@ -190,6 +190,17 @@ TEST(send_buffers_grow_with_the_units) {
       for (int step = 0; step < 3; ++step) worker.reduce(step, "growing");
     }
   });
+}
+
+TEST(large_reductions_go_in_parts) {
+  ShmOptions options = kPatient;
+  options.max_send_bytes = 2000;  // of several numbers of whole blocks, and a rest
+  for (int size = 1; size <= 3; ++size) {
+    run_threads("sockets", size, options, [](Communicator& comm) {
+      many_steps(comm, 20, 1003);
+      sum_everywhere(comm);
+    });
+  }
 }
 
 TEST(regions_are_zeroed_and_page_aligned) {
