@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -109,6 +110,7 @@ def choose_nvcc(torch: TorchInfo) -> str | None:
     for candidate in filter(None, candidates):
         found = shutil.which(candidate)
         if found:
+            require_same_cuda(found, torch)
             return toolkit_nvcc(found)
     if wish == "1":
         raise fail(
@@ -116,6 +118,17 @@ def choose_nvcc(torch: TorchInfo) -> str | None:
             "set CUDA_HOME."
         )
     return None
+
+
+def require_same_cuda(nvcc: str, torch: TorchInfo) -> None:
+    """One process has one CUDA runtime, and that is torch's: only its minor version may differ."""
+    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
+    release = re.search(r"release (\d+)\.", said)
+    if release and torch.cuda and release[1] != torch.cuda.split(".")[0]:
+        raise fail(
+            f"{nvcc} is of CUDA {release[1]}, but torch {torch.version} is built for CUDA "
+            f"{torch.cuda}; set CUDA_HOME to a toolkit of that major version, or FSDPX_CUDA=0."
+        )
 
 
 def toolkit_nvcc(nvcc: str) -> str:

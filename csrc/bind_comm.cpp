@@ -193,6 +193,8 @@ void bind_streams(py::module_& m) {
           },
           py::arg("task"), "Runs a Python callable after what was enqueued before.")
       .def("mark", &Stream::mark, "The end of what the caller has computed; None on CPU.")
+      .def("marks_of_users", &Stream::marks_of_users, py::arg("event"),
+           "Marks of the caller's stream and of those that have waited for `event`; on CPU none.")
       .def(
           "follow",
           [](Stream& stream, const Event* mark) {

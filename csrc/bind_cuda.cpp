@@ -13,6 +13,7 @@
 #ifdef FSDPX_CUDA
 #include "cuda/device_communicator.h"
 #include "cuda/device_exchange.h"
+#include "cuda/device_links.h"
 #include "cuda/nccl_communicator.h"
 #include "cuda/nvlink_communicator.h"
 #endif
@@ -96,6 +97,11 @@ shared_ptr<Communicator> nvlink_communicator(const shared_ptr<Stream>& stream,
       surroundings(stream, control, control_stream, timeout), copies);
 }
 
+std::string gpu_bus_id(int device) { return cuda::bus_id(device); }
+bool may_have_nvlink(int device, const std::string& other) {
+  return cuda::may_have_nvlink(device, other);
+}
+
 void check_usable(const shared_ptr<Communicator>& communicator) {
   if (const auto on_device = std::dynamic_pointer_cast<cuda::DeviceCommunicator>(communicator))
     on_device->check_usable();
@@ -128,6 +134,8 @@ shared_ptr<Communicator> nccl_communicator(Streams, Control, Streams, double, co
   refuse();
 }
 shared_ptr<Communicator> nvlink_communicator(Streams, Control, Streams, double, bool) { refuse(); }
+std::string gpu_bus_id(int) { refuse(); }
+bool may_have_nvlink(int, const std::string&) { refuse(); }
 void check_usable(Control) {}
 int nccl_version() { refuse(); }
 py::bytes nccl_unique_id() { refuse(); }
@@ -149,6 +157,9 @@ void bind_cuda(py::module_& m) {
   m.def("nvlink_communicator", &nvlink_communicator, py::arg("stream"), py::arg("control"),
         py::arg("control_stream"), py::arg("timeout"), py::arg("copies"),
         "Collective; an error on every rank where some cannot map another's memory.");
+  m.def("gpu_bus_id", &gpu_bus_id, py::arg("device"), "The name of a GPU in every process.");
+  m.def("may_have_nvlink", &may_have_nvlink, py::arg("device"), py::arg("bus_id"),
+        "False where peer access to that GPU goes over PCIe.");
   m.def("check_usable", &check_usable, py::arg("communicator"),
         "Raises what broke a communicator on a GPU; a CPU's tells by the end of its collectives.");
   m.def("nccl_version", &nccl_version, "As NCCL writes it; an error where it is missing or old.");

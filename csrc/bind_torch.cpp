@@ -70,10 +70,11 @@ void bind_unit(py::module_& m) {
       .def("set_names", &set_names)
       .def(
           "attach",
-          [](Unit& unit, uintptr_t data, bool newer) {
-            unit.attach(reinterpret_cast<void*>(data), newer);
+          [](Unit& unit, uintptr_t data, bool newer, std::shared_ptr<Event> gathered) {
+            unit.attach(reinterpret_cast<void*>(data), newer, std::move(gathered));
           },
-          py::arg("data"), py::arg("newer") = false)
+          py::arg("data"), py::arg("newer") = false, py::arg("gathered").none(true) = nullptr,
+          "Whoever reads the memory on another stream than the caller's waits for `gathered`.")
       .def("detach", &Unit::detach)
       .def_property_readonly("edited", &Unit::edited)
       .def("forget_edits", &Unit::forget_edits)

@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <memory>
+#include <vector>
 
 #include "trace.h"
 
@@ -25,6 +26,10 @@ class Event {
   // stream does, and the call returns at once. Rethrows what the task threw, every time, and throws
   // CommTimeout after `seconds`. While it waits it calls `meanwhile` now and then, which may throw.
   virtual void wait(double seconds, const std::function<void()>& meanwhile = {}) = 0;
+
+  // Whether what the caller does now comes after the end, because its stream has waited for it. On
+  // CPU all that happens after a wait() does.
+  virtual bool is_followed() const { return true; }
 };
 
 class Stream {
@@ -43,6 +48,12 @@ class Stream {
   // calls: there is nothing to wait for, and the mark is null.
   virtual std::shared_ptr<Event> mark() { return nullptr; }
   virtual void follow(const Event& mark) { (void)mark; }
+  // Marks of the caller's stream and of all others that have waited for `event`: those who may use
+  // what it made.
+  virtual std::vector<std::shared_ptr<Event>> marks_of_users(const Event& event) {
+    (void)event;
+    return {};
+  }
 
   // For the timeline. `clock` is of this stream and may outlive it; `computed` is when the caller
   // has computed what it has issued so far.

@@ -70,6 +70,7 @@ void Unit::call_owner(const char* method) {
 }
 
 void Unit::access() {
+  if (gathered_ != nullptr && !gathered_->is_followed()) gathered_->wait(0);  // a GPU's: no waiting
   if (ready() || torch::autograd::get_current_graph_task_id() == -1) return;
   notify_ = false;
   call_owner("on_access");
@@ -127,8 +128,9 @@ std::vector<bool> Unit::has_gradients() const {
   return result;
 }
 
-void Unit::attach(void* data, bool newer) {
+void Unit::attach(void* data, bool newer, std::shared_ptr<Event> gathered) {
   storage_.attach(data);
+  gathered_ = std::move(gathered);
   if (newer)
     for (auto& leaf : leaves_) leaf.unsafeGetTensorImpl()->bump_version();
   forget_edits();
@@ -136,6 +138,7 @@ void Unit::attach(void* data, bool newer) {
 
 void Unit::detach() {
   storage_.detach();
+  gathered_ = nullptr;
   notify_ = false;
 }
 

@@ -69,15 +69,20 @@ class Unit {
 
   // ---- The full parameters' memory
   // `data` holds `num_bytes` of them. `newer`: other values than were attached before; what
-  // autograd saved of those must not be read, as after an edit in place.
-  void attach(void* data, bool newer);
+  // autograd saved of those must not be read, as after an edit in place. Readers on other streams
+  // than the caller's wait for `gathered`.
+  void attach(void* data, bool newer, std::shared_ptr<Event> gathered);
   void detach();
   bool edited() const { return version() != version_; }  // a leaf, in place, since attach()
   void forget_edits() { version_ = version(); }
 
   // ---- Reading in backward
-  bool ready() const { return storage_.attached() && !notify_; }
-  void access();  // asks the owner to gather when a backward is running
+  bool ready() const {
+    return storage_.attached() && !notify_ && (gathered_ == nullptr || gathered_->is_followed());
+  }
+  // Makes torch's current stream wait for the gather, as the first reader's does; asks the owner to
+  // gather when a backward is running.
+  void access();
   void set_notify(bool on) {
     notify_ = on;
   }  // the next access in a backward is told to the owner though the unit is gathered
@@ -120,6 +125,7 @@ class Unit {
   std::vector<SegmentLayout> segments_;
   pybind11::object owner_;
   bool notify_ = false;
+  std::shared_ptr<Event> gathered_;  // the end of the gather of what is attached
   int64_t version_ = 0;
   int64_t num_writes_ = 0;  // also through `.data`, which moves no version counter
   bool took_graph_ = false;

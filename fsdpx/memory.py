@@ -6,7 +6,8 @@ takes and gives, which is the order of the program and so the same everywhere; e
 carries its place in its check word, so a rank that differs is an error before data moves.
 
 [Note: Freed places] On a GPU a unit is freed while the kernels that read it are still queued. So a
-freed place carries a mark of that moment, and a gather into any part of it begins after the mark.
+freed place carries a mark of that moment on each stream that read it, and a gather into any part of
+it begins after the marks.
 """
 
 from __future__ import annotations

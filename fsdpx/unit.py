@@ -338,7 +338,7 @@ class Unit:
         assert gathered is not None
         self.wait(gathered.event)
         newer = self._attached not in (None, gathered.generation)
-        self.native.attach(gathered.place.pointer, newer)
+        self.native.attach(gathered.place.pointer, newer, gathered.event)
         self._attached = gathered.generation
         self._to_storage(Storage.GATHERED)
 
@@ -377,8 +377,8 @@ class Unit:
         comm, place = self.comm, gathered.place
         if POISON:
             comm.native.poison(place.pointer, place.num_bytes)
-        if (mark := comm.stream.mark()) is not None:
-            place = place._replace(free_after=(mark,))
+        if marks := comm.stream.marks_of_users(gathered.event):
+            place = place._replace(free_after=tuple(marks))
         self.gathered = None
         self._to_storage(Storage.SHARDED)
         recorder = self.comm.recorder

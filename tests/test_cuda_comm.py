@@ -127,6 +127,24 @@ def test_ranks_that_map_each_other_choose_it() -> None:
     run_ranks(2, chosen, timeout=60)
 
 
+def without_nvlink(_rank: int, _size: int) -> tuple[str, str]:
+    cudasim.configure(nvlink=0)
+    chosen = fsdpx.comm.create(device="cuda")
+    asked_for = fsdpx.comm.create(kind="nvlink", device="cuda")
+    found = f"{chosen.kind}: {chosen.reason}", asked_for.kind
+    chosen.close()
+    asked_for.close()
+    return found
+
+
+@pytest.mark.simulation
+def test_over_pcie_they_choose_nccl_unless_told_otherwise() -> None:
+    for chosen, asked_for in run_ranks(2, without_nvlink, timeout=60):
+        assert chosen.startswith("nccl: NCCL")
+        assert "not nvlink: no NVLink between ranks 0 and 1" in chosen
+        assert asked_for == "nvlink"
+
+
 def gather_until_told(gpu: Communicator, out: Tensor) -> None:
     for _ in range(100):  # the first one is issued, a later one is told
         gpu.all_gather(torch.zeros(8, device="cuda"), out).wait()

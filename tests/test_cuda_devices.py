@@ -13,7 +13,7 @@ from typing import Any
 import cudasim
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_ranks, stop_pool
 from torch import nn
 
 import fsdpx
@@ -78,7 +78,11 @@ def watched_devices(rank: int, world_size: int, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["nvlink", "nccl"])
 def test_no_thread_touches_another_device(kind: str) -> None:
-    run_ranks(2, watched_devices, kind, timeout=LIMIT)
+    stop_pool(2)  # watchdogs of earlier communicators look after devices of their own
+    try:
+        run_ranks(2, watched_devices, kind, timeout=LIMIT)
+    finally:
+        stop_pool(2)  # the first stream of these processes is not that of their own device
 
 
 def exit_of_a_fork(rank: int, world_size: int) -> int:

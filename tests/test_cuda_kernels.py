@@ -11,7 +11,7 @@ import itertools
 import pytest
 import torch
 from cudasim.build import find_nvcc
-from cudasim.shipped import SimulatedPasses
+from cudasim.shipped import NO_LIMIT, SimulatedPasses
 from kernel_cases import FLOATING, SMALL, bits_of, every_value, misaligned, random_bits, upload
 from torch import Tensor
 
@@ -247,6 +247,26 @@ def test_gather_of_all_dtypes(
 def test_gather_to_many_peers_takes_several_launches(cuda: SimulatedPasses) -> None:
     check_gather(cuda, 40, [300, 7], (torch.float32, torch.bfloat16))
     assert len(cuda.launches) == 2
+
+
+@pytest.mark.parametrize("max_blocks", [1, 4, NO_LIMIT])
+def test_few_blocks_go_through_all_tiles(cuda: SimulatedPasses, max_blocks: int) -> None:
+    srcs = [random_bits(n, torch.float32, seed=n) for n in (4 * TILE + 77, 300)]
+    pieces = [(upload(cuda, src), len(src), 4 * 5 * TILE * i) for i, src in enumerate(srcs)]
+    peers = [cuda.memory.allocate(4 * 6 * TILE) for _ in range(2)]
+    cuda.gather(pieces, peers, FLOAT32, FLOAT32, max_blocks=max_blocks)
+    assert cuda.memory.num_blocks == min(max_blocks, 6)
+    for peer in peers:
+        for src, (_, _, offset) in zip(srcs, pieces, strict=True):
+            assert_same_bits(download(cuda, peer + offset, src), src)
+    cuda.memory.forget()
+    sources = [pieces[0][0]] * 5  # more than are read ahead
+    numel, target = len(srcs[0]), upload(cuda, srcs[0])
+    expected = torch.empty_like(srcs[0])
+    _C.reduce([srcs[0].data_ptr()] * 5, FLOAT32, expected.data_ptr(), FLOAT32, numel, 1.0, False)
+    cuda.reduce(sources, FLOAT32, target, FLOAT32, numel, max_blocks=max_blocks)
+    assert cuda.memory.num_blocks == min(max_blocks, 5)
+    assert_same_bits(download(cuda, target, expected), expected)
 
 
 def test_local_bytes_of_an_unshard(cuda: SimulatedPasses) -> None:

@@ -251,7 +251,10 @@ def test_a_rank_that_does_not_come_is_named(cuda: SimulatedPasses) -> None:
 
 def test_an_abort_ends_the_wait(cuda: SimulatedPasses) -> None:
     flags = Flags(cuda, 2, abort=1)
+    cuda.memory.forget()
     assert flags.come(0, 3) == [2, 1, 0, 3]
+    polls = 1 + 64  # of the own flag, and of the other one before the host's memory is looked at
+    assert cuda.memory.moved["ld", 8] == 8 * (polls + len(("abort", "error")))
 
 
 def test_a_barrier_of_too_many_ranks_is_refused(cuda: SimulatedPasses) -> None:

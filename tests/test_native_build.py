@@ -66,3 +66,22 @@ def test_a_build_that_cannot_start_says_so_in_one_line(
     assert build.returncode != 0
     assert re.match(f"fsdpx: .*{message}", build.stderr.splitlines()[-1])
     assert "Traceback" not in build.stderr
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="this torch has no CUDA")
+def test_an_nvcc_of_another_cuda_than_torch_s_is_refused(tmp_path: Path) -> None:
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 11.8, V11.8.89'\n")
+    nvcc.chmod(0o755)
+    build = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext"],
+        cwd=Path(__file__).parent.parent,
+        env={**os.environ, "CUDACXX": str(nvcc), "FSDPX_CUDA": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert build.returncode != 0
+    assert re.search(
+        r"fsdpx: .*/nvcc is of CUDA 11, but torch .* CUDA \d+\.\d+; set CUDA_HOME", build.stderr
+    )

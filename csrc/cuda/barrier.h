@@ -9,7 +9,7 @@ inline constexpr int kMaxRanks = 128;
 
 // Why a barrier ended without all ranks, written to memory that the host reads (pinned).
 struct BarrierError {
-  uint64_t failed;   // 0: nothing went wrong
+  uint64_t failed;   // 0: nothing went wrong; written last
   uint64_t rank;     // the rank that was missing
   uint64_t counter;  // its epoch
   uint64_t target;   // the epoch that was waited for

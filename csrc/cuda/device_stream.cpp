@@ -84,7 +84,23 @@ bool DeviceEvent::ended_within(double seconds) {
 
 void DeviceEvent::wait(double, const std::function<void()>&) {
   if (error_) std::rethrow_exception(error_);
-  hold(current_(device_));
+  const cudaStream_t stream = current_(device_);
+  hold(stream);
+  std::lock_guard lock(mutex_);
+  if (std::find(waited_.begin(), waited_.end(), stream) == waited_.end()) waited_.push_back(stream);
+  latest_.store(stream, std::memory_order_relaxed);
+}
+
+bool DeviceEvent::is_followed() const {
+  const cudaStream_t stream = current_(device_);
+  if (stream == latest_.load(std::memory_order_relaxed)) return true;
+  std::lock_guard lock(mutex_);
+  return std::find(waited_.begin(), waited_.end(), stream) != waited_.end();
+}
+
+std::vector<cudaStream_t> DeviceEvent::waited() const {
+  std::lock_guard lock(mutex_);
+  return waited_;
 }
 
 void DeviceEvent::hold(cudaStream_t stream) const {
@@ -199,6 +215,16 @@ void DeviceStream::follow(const Event& mark) {
   const auto* event = dynamic_cast<const DeviceEvent*>(&mark);
   check(event != nullptr, "a CUDA stream can't follow an event of the CPU");
   event->hold(stream_);
+}
+
+std::vector<std::shared_ptr<Event>> DeviceStream::marks_of_users(const Event& event) {
+  const DeviceGuard guard(device_);
+  std::vector<std::shared_ptr<Event>> marks = {mark()};
+  for (const cudaStream_t stream : dynamic_cast<const DeviceEvent&>(event).waited()) {
+    if (stream == current()) continue;
+    marks.push_back(std::make_shared<DeviceEvent>(device_, pool_, stream, current_));
+  }
+  return marks;
 }
 
 std::shared_ptr<DeviceEvent> DeviceStream::record() {

@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -85,7 +86,10 @@ class DeviceEvent final : public Event {
   bool query() const override;
   bool ended_within(double seconds) override;
   void wait(double seconds, const std::function<void()>& meanwhile = {}) override;
+  bool is_followed() const override;
   void hold(cudaStream_t stream) const;  // what is enqueued there from now on begins later
+
+  std::vector<cudaStream_t> waited() const;  // the streams of those who called wait()
 
  private:
   const int device_;
@@ -93,6 +97,9 @@ class DeviceEvent final : public Event {
   const CurrentStream current_;
   const cudaEvent_t event_;
   const std::exception_ptr error_;
+  std::atomic<cudaStream_t> latest_{cudaStreamPerThread};  // of waited_; that is none of torch's
+  mutable std::mutex mutex_;
+  std::vector<cudaStream_t> waited_;
 };
 
 class DeviceStream final : public Stream {
@@ -109,6 +116,7 @@ class DeviceStream final : public Stream {
   void close(double seconds) override;
   std::shared_ptr<Event> mark() override;
   void follow(const Event& mark) override;
+  std::vector<std::shared_ptr<Event>> marks_of_users(const Event& event) override;
   Clock clock() override;
   Instant computed() override;
 

@@ -13,14 +13,15 @@ constexpr int64_t kMaxTiles = std::numeric_limits<int32_t>::max();
 // Fills tables with pieces and launches each when it is full.
 class Pieces {
  public:
-  Pieces(const char* operation, DType from, DType to, double scale, bool accumulate, void* stream)
+  Pieces(const char* operation, DType from, DType to, double scale, bool accumulate, void* stream,
+         int max_blocks = kNoLimit)
       : operation_(operation),
         from_(from),
         to_(to),
         copies_(from == to && scale == 1.0 && !accumulate),
         // The largest copies are moved as two units each.
         units_(copies_ && itemsize(to) == 16 ? 2 : 1),
-        stream_(static_cast<cudaStream_t>(stream)) {
+        launch_{static_cast<cudaStream_t>(stream), max_blocks} {
     check(copies_ || (is_floating(from) && is_floating(to)), "CUDA ", operation, ": ", name(from),
           " to ", name(to), " with scale ", scale, accumulate ? " and accumulation" : "",
           " is not supported; other than floating types can only be copied as they are");
@@ -61,7 +62,8 @@ class Pieces {
 
   void flush() {
     if (table_.num_pieces == 0) return;
-    launch(static_cast<unsigned>(num_tiles_));
+    table_.num_tiles = static_cast<uint32_t>(num_tiles_);
+    launch();
     table_.num_pieces = 0;
     num_tiles_ = 0;
   }
@@ -80,10 +82,10 @@ class Pieces {
     return elements_to_alignment({source, target}, numel);
   }
 
-  void launch(unsigned num_tiles) {
-    if (copies_) return launch_copy(table_, num_tiles, itemsize(to_) / units_, stream_);
+  void launch() {
+    if (copies_) return launch_copy(table_, itemsize(to_) / units_, launch_);
     with_floating(to_, [&](auto tag) {
-      launch_convert<typename decltype(tag)::Type>(table_, num_tiles, from_, stream_);
+      launch_convert<typename decltype(tag)::Type>(table_, from_, launch_);
     });
   }
 
@@ -92,7 +94,7 @@ class Pieces {
   DType to_;
   bool copies_;
   int64_t units_;
-  cudaStream_t stream_;
+  Launch launch_;
   PieceTable table_;
   int64_t num_tiles_ = 0;
 };
@@ -113,8 +115,8 @@ void convert(std::span<const Piece> pieces, DType from, DType to, double scale, 
 }
 
 void gather(std::span<const GatherPiece> pieces, std::span<void* const> peers, DType from, DType to,
-            void* stream) {
-  Pieces table("gather", from, to, 1.0, false, stream);
+            void* stream, int max_blocks) {
+  Pieces table("gather", from, to, 1.0, false, stream, max_blocks);
   for (void* peer : peers) {
     for (size_t i = 0; i < pieces.size(); ++i) {
       const GatherPiece& piece = pieces[i];
@@ -133,7 +135,7 @@ void gather(std::span<const GatherPiece> pieces, std::span<void* const> peers, D
 }
 
 void reduce(std::span<const void* const> srcs, DType from, void* dst, DType to, int64_t numel,
-            double scale, bool accumulate, void* stream) {
+            double scale, bool accumulate, void* stream, int max_blocks) {
   check(!srcs.empty() && srcs.size() <= kMaxSources, "CUDA reduce: ", srcs.size(),
         " sources; give 1 to ", kMaxSources);
   check(numel >= 0 && numel <= kMaxTiles * kTile, "CUDA reduce: numel is ", numel);
@@ -161,11 +163,10 @@ void reduce(std::span<const void* const> srcs, DType from, void* dst, DType to, 
   const Walk source{first, itemsize(from)};
   const Walk target{reinterpret_cast<uintptr_t>(dst), itemsize(to)};
   table.head = differ % 16 != 0 ? kNoVectors : elements_to_alignment({source, target}, numel);
-  const int64_t num_tiles = tiles_of(numel, table.head);
-  with_floating(to, [&](auto tag) {
-    launch_reduce<typename decltype(tag)::Type>(table, static_cast<unsigned>(num_tiles), from,
-                                                static_cast<cudaStream_t>(stream));
-  });
+  table.num_tiles = static_cast<uint32_t>(tiles_of(numel, table.head));
+  const Launch launch{static_cast<cudaStream_t>(stream), max_blocks};
+  with_floating(
+      to, [&](auto tag) { launch_reduce<typename decltype(tag)::Type>(table, from, launch); });
 }
 
 }  // namespace fsdpx::cuda

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <span>
 
 #include "../dtype.h"
@@ -23,6 +24,10 @@ struct Piece {
 void convert(std::span<const Piece> pieces, DType from, DType to, double scale, bool accumulate,
              void* stream);
 
+// A launch takes as many blocks as there are tiles, or at most `max_blocks`, which then go through
+// the tiles: what waits for a link needs few, and what computes beside it wants the others.
+inline constexpr int kNoLimit = std::numeric_limits<int>::max();
+
 // A piece for several peers: it goes `offset` bytes into the memory of each.
 struct GatherPiece {
   const void* src;
@@ -35,12 +40,12 @@ struct GatherPiece {
 // one. More than kMaxPeers take several launches.
 inline constexpr int kMaxPeers = 32;
 void gather(std::span<const GatherPiece> pieces, std::span<void* const> peers, DType from, DType to,
-            void* stream);
+            void* stream, int max_blocks = kNoLimit);
 
 // dst[i] = cast(scale * (srcs[0][i] + srcs[1][i] + ...)) (+ dst[i]), added in the order of `srcs`,
 // at most kMaxSources. Sources may be memory of peers.
 inline constexpr int kMaxSources = 128;
 void reduce(std::span<const void* const> srcs, DType from, void* dst, DType to, int64_t numel,
-            double scale, bool accumulate, void* stream);
+            double scale, bool accumulate, void* stream, int max_blocks = kNoLimit);
 
 }  // namespace fsdpx::cuda

@@ -47,6 +47,7 @@ class NvlinkCommunicator final : public DeviceCommunicator {
   void copy_to_all(const GatherOp& op, const Region& region);
 
   const bool copies_;
+  const int max_blocks_;
   std::shared_ptr<Words> words_;
   Region flags_;
   Region scratch_;  // of all-reduces

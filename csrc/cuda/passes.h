@@ -4,6 +4,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "kernels.h"
@@ -25,6 +26,7 @@ struct PieceTable {
   PieceEntry pieces[kMaxPieces];  // ascending first_tile, none empty
   char* bases[kMaxPeers];
   double scale;
+  uint32_t num_tiles;
   int32_t num_pieces;
   int32_t num_bases;
   int32_t accumulate;  // with one base only
@@ -35,6 +37,7 @@ struct SumTable {
   void* dst;
   int64_t numel;
   double scale;
+  uint32_t num_tiles;
   int32_t num_srcs;
   int32_t head;
   int32_t accumulate;
@@ -42,14 +45,23 @@ struct SumTable {
 
 static_assert(sizeof(PieceTable) <= 4096 && sizeof(SumTable) <= 4096);
 
-template <typename To>
-void launch_convert(const PieceTable& table, unsigned num_tiles, DType from, cudaStream_t stream);
+// Where a pass goes, and how many blocks it may take; see kNoLimit.
+struct Launch {
+  cudaStream_t stream;
+  int max_blocks;
+
+  unsigned blocks(uint32_t num_tiles) const {
+    return std::min(num_tiles, static_cast<unsigned>(max_blocks));
+  }
+};
 
 template <typename To>
-void launch_reduce(const SumTable& table, unsigned num_tiles, DType from, cudaStream_t stream);
+void launch_convert(const PieceTable& table, DType from, const Launch& launch);
+
+template <typename To>
+void launch_reduce(const SumTable& table, DType from, const Launch& launch);
 
 // Copies bits in units of 1, 2, 4 or 8 bytes.
-void launch_copy(const PieceTable& table, unsigned num_tiles, int64_t unit_bytes,
-                 cudaStream_t stream);
+void launch_copy(const PieceTable& table, int64_t unit_bytes, const Launch& launch);
 
 }  // namespace fsdpx::cuda

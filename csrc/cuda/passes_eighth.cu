@@ -3,9 +3,9 @@
 
 namespace fsdpx::cuda {
 
-template void launch_convert<Float8E4M3>(const PieceTable&, unsigned, DType, cudaStream_t);
-template void launch_convert<Float8E5M2>(const PieceTable&, unsigned, DType, cudaStream_t);
-template void launch_reduce<Float8E4M3>(const SumTable&, unsigned, DType, cudaStream_t);
-template void launch_reduce<Float8E5M2>(const SumTable&, unsigned, DType, cudaStream_t);
+template void launch_convert<Float8E4M3>(const PieceTable&, DType, const Launch&);
+template void launch_convert<Float8E5M2>(const PieceTable&, DType, const Launch&);
+template void launch_reduce<Float8E4M3>(const SumTable&, DType, const Launch&);
+template void launch_reduce<Float8E5M2>(const SumTable&, DType, const Launch&);
 
 }  // namespace fsdpx::cuda

@@ -3,9 +3,9 @@
 
 namespace fsdpx::cuda {
 
-template void launch_convert<Float16>(const PieceTable&, unsigned, DType, cudaStream_t);
-template void launch_convert<BFloat16>(const PieceTable&, unsigned, DType, cudaStream_t);
-template void launch_reduce<Float16>(const SumTable&, unsigned, DType, cudaStream_t);
-template void launch_reduce<BFloat16>(const SumTable&, unsigned, DType, cudaStream_t);
+template void launch_convert<Float16>(const PieceTable&, DType, const Launch&);
+template void launch_convert<BFloat16>(const PieceTable&, DType, const Launch&);
+template void launch_reduce<Float16>(const SumTable&, DType, const Launch&);
+template void launch_reduce<BFloat16>(const SumTable&, DType, const Launch&);
 
 }  // namespace fsdpx::cuda

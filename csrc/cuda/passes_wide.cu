@@ -3,29 +3,29 @@
 
 namespace fsdpx::cuda {
 
-template void launch_convert<float>(const PieceTable&, unsigned, DType, cudaStream_t);
-template void launch_convert<double>(const PieceTable&, unsigned, DType, cudaStream_t);
-template void launch_reduce<float>(const SumTable&, unsigned, DType, cudaStream_t);
-template void launch_reduce<double>(const SumTable&, unsigned, DType, cudaStream_t);
+template void launch_convert<float>(const PieceTable&, DType, const Launch&);
+template void launch_convert<double>(const PieceTable&, DType, const Launch&);
+template void launch_reduce<float>(const SumTable&, DType, const Launch&);
+template void launch_reduce<double>(const SumTable&, DType, const Launch&);
 
-void launch_copy(const PieceTable& table, unsigned num_tiles, int64_t unit_bytes,
-                 cudaStream_t stream) {
-  const auto launch = [&](auto unit) {
+void launch_copy(const PieceTable& table, int64_t unit_bytes, const Launch& launch) {
+  const unsigned blocks = launch.blocks(table.num_tiles);
+  const auto copy = [&](auto unit) {
     using Unit = decltype(unit);
-    convert_kernel<Unit, Unit><<<num_tiles, kNumThreads, 0, stream>>>(table);
+    convert_kernel<Unit, Unit><<<blocks, kNumThreads, 0, launch.stream>>>(table);
   };
   switch (unit_bytes) {
     case 1:
-      launch(uint8_t{});
+      copy(uint8_t{});
       break;
     case 2:
-      launch(uint16_t{});
+      copy(uint16_t{});
       break;
     case 4:
-      launch(uint32_t{});
+      copy(uint32_t{});
       break;
     default:
-      launch(uint64_t{});
+      copy(uint64_t{});
   }
   check_launch("copy");
 }

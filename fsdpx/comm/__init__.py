@@ -56,7 +56,8 @@ def create(
         kind: "c10d" (any process group), on CPU "shm" (ranks of one host, through shared memory),
             on a GPU "nvlink" (ranks that can map each other's memory), "nvlink-copy" (the same,
             with all-gathers by the copy engines) and "nccl", or "auto": on CPU shm, on a GPU
-            nvlink or nccl if every rank can, else c10d; `Communicator.reason` says why.
+            nvlink (where there is NVLink between all) or nccl if every rank can, else c10d;
+            `Communicator.reason` says why.
         device: Of the tensors: "cpu" or a CUDA device ("cuda": the current one).
         timeout: Limit of each wait for other ranks, in seconds; the group's own if None. Ignored if
             the communicator exists already.

@@ -11,6 +11,7 @@ from .. import _C
 from . import c10d
 from .choose import Kind, tell
 from .communicator import Communicator
+from .links import nvlink_problem
 
 Surroundings: TypeAlias = tuple[_C.Stream, _C.Communicator, _C.Stream, float]
 
@@ -66,8 +67,12 @@ def _connect(
     control: Communicator,
 ) -> tuple[_C.Communicator, str]:
     """The native communicator, and why it is of its kind."""
-    apart = ""
-    if kind.startswith("nvlink") or (kind == "auto" and group.size() > 1):
+    apart, wanted = "", kind.startswith("nvlink")
+    if kind == "auto" and group.size() > 1:
+        if control.kind == "shm":  # all ranks are on one host
+            apart = nvlink_problem(group, torch_stream.device)
+        wanted = not apart
+    if wanted:
         try:
             native = _connect_nvlink(surroundings, control, copies=kind == "nvlink-copy")
             return native, "all ranks map each other's GPU memory"

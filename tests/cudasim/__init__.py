@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 ORDERS = ("eager", "late", "random")
-COUNTERS = ("allocations", "frees", "host_waits", "launches", "copies", "collectives")
+COUNTERS = ("allocations", "frees", "host_waits", "launches", "copies", "collectives", "blocks")
 
 runtime = ctypes.CDLL(None)  # run.py has the simulated libraries loaded first
 active = hasattr(runtime, "cudasim_set")

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from . import COUNTERS
 from .build import RUNTIME_LIBRARY, build
 
 NOT_ALLOCATED, ALLOCATED, WRITTEN = range(3)
@@ -100,6 +101,12 @@ class Device:
         """Names of the kernels that ran since the last clear or forget."""
         spans = json.loads(self.library.cudasim_trace())
         return [span["name"] for span in spans if not span["name"].startswith("mem")]
+
+    @property
+    def num_blocks(self) -> int:
+        """Of all launches since the last clear or forget."""
+        self.library.cudasim_counter.restype = ctypes.c_uint64
+        return int(self.library.cudasim_counter(COUNTERS.index("blocks")))
 
     def forget(self) -> None:
         """Traffic and trace begin again."""

@@ -14,6 +14,7 @@ DEFAULTS: dict[str, object] = {
     "timeout_s": 60,
     "call_us": 0,
     "capturing": 0,
+    "nvlink": 1,
     "mem_gbps": 4000,
     "host_gbps": 50,
     "link_gbps": 400,

@@ -33,19 +33,20 @@ int sim_convert(const fsdpx::cuda::Piece* pieces, int64_t count, int from, int t
 }
 
 int sim_gather(const fsdpx::cuda::GatherPiece* pieces, int64_t count, void* const* peers,
-               int64_t num_peers, int from, int to, char* message, int size) {
+               int64_t num_peers, int from, int to, int max_blocks, char* message, int size) {
   return guarded(message, size, [&] {
     fsdpx::cuda::gather({pieces, static_cast<size_t>(count)},
                         {peers, static_cast<size_t>(num_peers)}, static_cast<fsdpx::DType>(from),
-                        static_cast<fsdpx::DType>(to), nullptr);
+                        static_cast<fsdpx::DType>(to), nullptr, max_blocks);
   });
 }
 
 int sim_reduce(const void* const* srcs, int64_t count, int from, void* dst, int to, int64_t numel,
-               double scale, int accumulate, void* stream, char* message, int size) {
+               double scale, int accumulate, int max_blocks, char* message, int size) {
   return guarded(message, size, [&] {
     fsdpx::cuda::reduce({srcs, static_cast<size_t>(count)}, static_cast<fsdpx::DType>(from), dst,
-                        static_cast<fsdpx::DType>(to), numel, scale, accumulate != 0, stream);
+                        static_cast<fsdpx::DType>(to), numel, scale, accumulate != 0, nullptr,
+                        max_blocks);
   });
 }
 

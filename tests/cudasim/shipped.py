@@ -17,6 +17,7 @@ from .device import Device
 CSRC = Path(__file__).resolve().parent.parent.parent / "csrc"
 HERE = Path(__file__).resolve().parent
 MAX_MESSAGE = 1000
+NO_LIMIT = 2**31 - 1  # kNoLimit of csrc/cuda/kernels.h
 
 
 def build() -> Path:
@@ -134,6 +135,8 @@ class SimulatedPasses:
         peers: Sequence[int],
         from_code: int,
         to_code: int,
+        *,
+        max_blocks: int = NO_LIMIT,
     ) -> None:
         """Pieces of (source, numel, offset)."""
         table = (_GatherPiece * len(pieces))(*(_GatherPiece(*piece) for piece in pieces))
@@ -141,7 +144,7 @@ class SimulatedPasses:
         self._call(
             "sim_gather",
             *(table, ctypes.c_int64(len(pieces)), bases, ctypes.c_int64(len(peers))),
-            *(from_code, to_code),
+            *(from_code, to_code, max_blocks),
         )
 
     def reduce(
@@ -154,12 +157,13 @@ class SimulatedPasses:
         *,
         scale: float = 1.0,
         accumulate: bool = False,
+        max_blocks: int = NO_LIMIT,
     ) -> None:
         table = (ctypes.c_void_p * len(srcs))(*srcs)
         self._call(
             "sim_reduce",
             *(table, ctypes.c_int64(len(srcs)), from_code, ctypes.c_void_p(dst), to_code),
-            *(ctypes.c_int64(numel), ctypes.c_double(scale), int(accumulate), ctypes.c_void_p(0)),
+            *(ctypes.c_int64(numel), ctypes.c_double(scale), int(accumulate), max_blocks),
         )
 
     def norm_and_check(

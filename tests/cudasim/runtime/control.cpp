@@ -41,7 +41,8 @@ const std::map<std::string, double Settings::*>& fields() {
       {"stuck_s", &Settings::stuck_s},     {"mem_gbps", &Settings::mem_gbps},
       {"host_gbps", &Settings::host_gbps}, {"link_gbps", &Settings::link_gbps},
       {"launch_us", &Settings::launch_us}, {"link_us", &Settings::link_us},
-      {"call_us", &Settings::call_us},     {"capturing", &Settings::capturing}};
+      {"call_us", &Settings::call_us},     {"capturing", &Settings::capturing},
+      {"nvlink", &Settings::nvlink}};
   return known;
 }
 
@@ -145,7 +146,7 @@ bool multi_process() { return getenv("CUDASIM_SESSION") != nullptr; }
 std::string session_file(const std::string& name) {
   return std::string(getenv("CUDASIM_SESSION")) + "/" + name;
 }
-void count(Counter counter) { ++counters[counter]; }
+void count(Counter counter, uint64_t n) { counters[counter] += n; }
 
 char* allocate(size_t size, size_t align) {
   if (allocations_until_failure == 0) return nullptr;

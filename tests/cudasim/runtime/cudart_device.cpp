@@ -75,6 +75,19 @@ API cudaError_t cudaDeviceGetPCIBusId(char* s, int n, int d) {
   snprintf(s, static_cast<size_t>(n), "0000:%02x:00.0", d + 1);
   return cudaSuccess;
 }
+API cudaError_t cudaDeviceGetByPCIBusId(int* d, const char* s) {
+  Lock lock;
+  unsigned bus = 0;
+  const bool found = sscanf(s, "0000:%2x:00.0", &bus) == 1 && bus >= 1 && bus <= settings.devices;
+  *d = int(bus) - 1;
+  return found ? cudaSuccess : result(cudaErrorInvalidDevice);
+}
+API cudaError_t cudaDeviceGetP2PAttribute(int* v, cudaDeviceP2PAttr a, int from, int to) {
+  Lock lock;
+  if (from == to) return result(cudaErrorInvalidDevice);
+  *v = a == cudaDevP2PAttrNativeAtomicSupported ? settings.nvlink != 0 : 1;
+  return cudaSuccess;
+}
 API cudaError_t cudaDeviceGetStreamPriorityRange(int* low, int* high) {
   *low = 0;
   *high = -5;

@@ -83,6 +83,7 @@ void push_kernel(const ptx::Kernel& code, dim3 g, dim3 b, std::string arguments,
   const auto running = std::make_shared<ptx::Launch>(code, ptx::Dim{g.x, g.y, g.z},
                                                      ptx::Dim{b.x, b.y, b.z}, std::move(arguments));
   count(kLaunches);
+  count(kBlocks, uint64_t{g.x} * g.y * g.z);
   Op op;
   op.name = code.name;
   op.rate = rate(settings.mem_gbps);

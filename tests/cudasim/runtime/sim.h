@@ -24,6 +24,7 @@ constexpr double kEager = 0, kLate = 1, kRandom = 2;  // orders
 struct Settings {
   double order = kEager, seed = 1;
   double devices = 1, slot = 0, memory_mb = 512, arch = 90;
+  double nvlink = 1;      // 0: devices are joined by PCIe
   double capturing = 0;   // not zero: streams say that a graph is being captured
   double timeout_s = 60;  // until an operation that waits for another rank is an error
   double idle_s = 0.2;    // until a process whose host makes no calls runs what is queued
@@ -40,8 +41,17 @@ std::string session_file(const std::string& name);
 double now_s();  // of the wall clock, for time limits only
 
 // What the host did since the last cudasim_reset.
-enum Counter { kAllocations, kFrees, kHostWaits, kLaunches, kCopies, kCollectives, kNumCounters };
-void count(Counter counter);
+enum Counter {
+  kAllocations,
+  kFrees,
+  kHostWaits,
+  kLaunches,
+  kCopies,
+  kCollectives,
+  kBlocks,
+  kNumCounters
+};
+void count(Counter counter, uint64_t n = 1);
 
 // ---- Memory. Every process of a session sees the arena of slot s at kBase + s * kStride, so that
 // a device pointer means the same everywhere. The first half of an arena is device memory, the
