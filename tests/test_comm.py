@@ -182,7 +182,10 @@ def segments_and_flags(rank: int, world_size: int, kind: str) -> None:
 
 def in_parts(rank: int, world_size: int) -> None:
     """Through buffers that hold a fraction of it: two segments with gaps, then a sum in place."""
-    comm = fsdpx.comm.create(kind="shm", max_bytes=5000)
+    import torch.distributed as dist
+
+    group = dist.new_group()  # of its own: other tests have made the default one's communicator
+    comm = fsdpx.comm.create(group, kind="shm", max_bytes=5000)
     numels = (1500, 777)
     full = [values(rank, numel * world_size, torch.float32) for numel in numels]
     for flat in full:
@@ -211,6 +214,7 @@ def in_parts(rank: int, world_size: int) -> None:
     assert torch.equal(tensor, sum_in_rank_order(parts, torch.bfloat16, 1.0, zeros))
     assert comm.native.send_buffer_bytes(1 << 20) == 2 * 5000
     comm.close()
+    dist.destroy_process_group(group)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
