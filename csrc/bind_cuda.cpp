@@ -4,7 +4,6 @@
 
 #include <pybind11/stl.h>
 
-#include <cstring>
 #include <memory>
 #include <string>
 
@@ -41,8 +40,9 @@ shared_ptr<Communicator> local_communicator(const shared_ptr<Stream>& stream,
                                             const shared_ptr<Stream>& control_stream,
                                             double timeout) {
   check(control->size() == 1, "the local communicator is for one rank, not ", control->size());
+  const auto around = surroundings(stream, control, control_stream, timeout);
   return std::make_shared<cuda::DeviceCommunicator>(
-      "local", surroundings(stream, control, control_stream, timeout));
+      "local", around, std::make_shared<cuda::PlainMemory>(around.device()));
 }
 
 // Python callables are run with the GIL; what they raise must not leave it.
@@ -78,23 +78,22 @@ shared_ptr<Communicator> exchange_on_device(const shared_ptr<Stream>& stream,
 
 shared_ptr<Communicator> nccl_communicator(const shared_ptr<Stream>& stream,
                                            const shared_ptr<Communicator>& control,
-                                           const shared_ptr<Stream>& control_stream, double timeout,
-                                           const std::string& unique_id) {
-  cuda::nccl::UniqueId id;
-  check(unique_id.size() == sizeof(id.bytes), "a NCCL id has ", sizeof(id.bytes), " bytes");
-  std::memcpy(id.bytes, unique_id.data(), sizeof(id.bytes));
+                                           const shared_ptr<Stream>& control_stream,
+                                           double timeout) {
   const py::gil_scoped_release nogil;  // it waits for the other ranks
   return std::make_shared<cuda::NcclCommunicator>(
-      surroundings(stream, control, control_stream, timeout), id);
+      surroundings(stream, control, control_stream, timeout));
 }
 
 shared_ptr<Communicator> nvlink_communicator(const shared_ptr<Stream>& stream,
                                              const shared_ptr<Communicator>& control,
                                              const shared_ptr<Stream>& control_stream,
-                                             double timeout, bool copies) {
+                                             double timeout, bool copies,
+                                             const std::string& memory) {
   const py::gil_scoped_release nogil;  // it waits for the other ranks
-  return std::make_shared<cuda::NvlinkCommunicator>(
-      surroundings(stream, control, control_stream, timeout), copies);
+  const auto around = surroundings(stream, control, control_stream, timeout);
+  return std::make_shared<cuda::NvlinkCommunicator>(around, cuda::make_memory(memory, around),
+                                                    copies);
 }
 
 std::string gpu_bus_id(int device) { return cuda::bus_id(device); }
@@ -109,11 +108,10 @@ void check_usable(const shared_ptr<Communicator>& communicator) {
 
 int nccl_version() { return cuda::nccl::library().version; }
 
-py::bytes nccl_unique_id() {
-  cuda::nccl::UniqueId id;
-  const auto& nccl = cuda::nccl::library();
-  nccl.check(nccl.ncclGetUniqueId(&id), "ncclGetUniqueId");
-  return {id.bytes, sizeof(id.bytes)};
+bool wait_for_peers(const shared_ptr<Communicator>& communicator, double seconds) {
+  const py::gil_scoped_release nogil;
+  const auto on_device = std::dynamic_pointer_cast<cuda::DeviceCommunicator>(communicator);
+  return on_device == nullptr || on_device->wait_for_peers(seconds);
 }
 #else
 constexpr bool kHasCuda = false;
@@ -130,15 +128,16 @@ shared_ptr<Communicator> exchange_on_device(Streams, Control, Streams, double, p
                                             py::function, py::function) {
   refuse();
 }
-shared_ptr<Communicator> nccl_communicator(Streams, Control, Streams, double, const std::string&) {
+shared_ptr<Communicator> nccl_communicator(Streams, Control, Streams, double) { refuse(); }
+shared_ptr<Communicator> nvlink_communicator(Streams, Control, Streams, double, bool,
+                                             const std::string&) {
   refuse();
 }
-shared_ptr<Communicator> nvlink_communicator(Streams, Control, Streams, double, bool) { refuse(); }
 std::string gpu_bus_id(int) { refuse(); }
 bool may_have_nvlink(int, const std::string&) { refuse(); }
 void check_usable(Control) {}
 int nccl_version() { refuse(); }
-py::bytes nccl_unique_id() { refuse(); }
+bool wait_for_peers(Control, double) { return true; }
 #endif
 
 }  // namespace
@@ -153,9 +152,10 @@ void bind_cuda(py::module_& m) {
         "In place, enqueued on the stream: all_gather(address, bytes per rank), the others "
         "(address, dtype, numel).");
   m.def("nccl_communicator", &nccl_communicator, py::arg("stream"), py::arg("control"),
-        py::arg("control_stream"), py::arg("timeout"), py::arg("unique_id"), "Collective.");
+        py::arg("control_stream"), py::arg("timeout"),
+        "Collective; an error on every rank where some did not connect in time.");
   m.def("nvlink_communicator", &nvlink_communicator, py::arg("stream"), py::arg("control"),
-        py::arg("control_stream"), py::arg("timeout"), py::arg("copies"),
+        py::arg("control_stream"), py::arg("timeout"), py::arg("copies"), py::arg("memory"),
         "Collective; an error on every rank where some cannot map another's memory.");
   m.def("gpu_bus_id", &gpu_bus_id, py::arg("device"), "The name of a GPU in every process.");
   m.def("may_have_nvlink", &may_have_nvlink, py::arg("device"), py::arg("bus_id"),
@@ -163,7 +163,8 @@ void bind_cuda(py::module_& m) {
   m.def("check_usable", &check_usable, py::arg("communicator"),
         "Raises what broke a communicator on a GPU; a CPU's tells by the end of its collectives.");
   m.def("nccl_version", &nccl_version, "As NCCL writes it; an error where it is missing or old.");
-  m.def("nccl_unique_id", &nccl_unique_id);
+  m.def("wait_for_peers", &wait_for_peers, py::arg("communicator"), py::arg("seconds"),
+        "Whether all ranks have closed it, and so unmapped its memory, within `seconds`.");
 }
 
 }  // namespace fsdpx

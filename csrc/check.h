@@ -37,6 +37,17 @@ inline std::string bare(const std::exception& error) {
   constexpr const char* kPrefix = "fsdpx: ";
   return text.starts_with(kPrefix) ? text.substr(std::char_traits<char>::length(kPrefix)) : text;
 }
+
+// What `body` throws, in words; empty if it throws nothing.
+template <typename Body>
+std::string problem_of(const Body& body) {
+  try {
+    body();
+  } catch (const std::exception& error) {
+    return bare(error);
+  }
+  return {};
+}
 }  // namespace detail
 
 // Throws `Error` with the concatenated parts when `ok` is false.

@@ -104,6 +104,9 @@ class Communicator {
   virtual int64_t allocate(int64_t nbytes) = 0;
   virtual void* region_data(int64_t region) = 0;
   virtual void release(int64_t region) = 0;
+  // Every rank's part of a region, by rank, mapped for as long as it is used; empty where ranks do
+  // not map each other's memory.
+  virtual std::vector<std::shared_ptr<void>> parts(int64_t /*region*/) { return {}; }
 
   // Bytes that this rank sent to others, counted as in (D - 1) / D * total; for the trace.
   virtual void all_gather(const GatherOp& op) = 0;

@@ -144,6 +144,13 @@ std::shared_ptr<const ShmCommunicator::Region> ShmCommunicator::find_region(int6
 
 void* ShmCommunicator::region_data(int64_t region) { return (*find_region(region))[rank_]->data(); }
 
+std::vector<std::shared_ptr<void>> ShmCommunicator::parts(int64_t region) {
+  std::vector<std::shared_ptr<void>> parts;
+  for (const std::shared_ptr<Mapping>& part : *find_region(region))
+    parts.emplace_back(part, part->data());
+  return parts;
+}
+
 void ShmCommunicator::release(int64_t region) {
   std::shared_ptr<const Region> dropped;  // unmapped without the lock
   std::lock_guard lock(regions_mutex_);

@@ -53,6 +53,7 @@ class ShmCommunicator final : public Communicator {
   int64_t allocate(int64_t nbytes) override;
   void* region_data(int64_t region) override;
   void release(int64_t region) override;
+  std::vector<std::shared_ptr<void>> parts(int64_t region) override;
 
   void all_gather(const GatherOp& op) override;
   void reduce_scatter(ReduceOp& op) override;

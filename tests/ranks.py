@@ -242,6 +242,7 @@ def _init_group(rank: int, world_size: int, pipe: Connection) -> None:
         if num_gpus < world_size:
             os.environ.update(SHARED_GPUS)
         torch.cuda.set_device(rank * num_gpus // world_size)  # neighbours share
+        torch.cuda.current_stream().synchronize()  # the first stream, whatever comes later
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
     pipe.send_bytes(pickle.dumps((None,)))

@@ -55,6 +55,7 @@ def test_without_nccl_there_is_another_way_and_an_error(library: tuple[str, str]
             assert problem in text
         for text in run_ranks(2, connect, path, "auto", timeout=LIMIT):
             assert text.startswith("nvlink:")  # which needs no NCCL
+            assert f"by CUDA IPC (rank 0 cannot use NCCL windows: {problem}" in text
     finally:
         stop_pool(2)
 
@@ -143,7 +144,7 @@ def test_the_engine_takes_the_memory_that_it_describes(options: dict[str, Any]) 
 def test_memory_that_peers_map_comes_in_whole_pieces_of_the_driver() -> None:
     stop_pool(2)
     piece = 2 << 20
-    own = 5 * piece  # flags, and what an all-reduce sends at a time
+    own = piece  # flags, and what a small all-reduce sends
     regions = 4  # the arena, the root that stays gathered, two send buffers
     training = Training(comm="nvlink")
     for taken, _ in run_ranks(2, bytes_of_regions, training, timeout=LIMIT):

@@ -13,6 +13,7 @@ namespace fsdpx::cuda {
 namespace {
 
 constexpr double kForever = std::numeric_limits<double>::infinity();
+constexpr double kSecondsToAbort = 1.0;
 
 int64_t gathered_bytes(const GatherOp& op, int size) {
   int64_t nbytes = 0;
@@ -42,8 +43,12 @@ std::vector<Piece> pieces_of(std::span<const ConstSpan> srcs, DType from, char* 
 
 }  // namespace
 
-DeviceCommunicator::DeviceCommunicator(std::string kind, Surroundings surroundings)
-    : kind_(std::move(kind)), surroundings_(std::move(surroundings)), pid_(getpid()) {}
+DeviceCommunicator::DeviceCommunicator(std::string kind, Surroundings surroundings,
+                                       std::shared_ptr<DeviceMemory> memory)
+    : kind_(std::move(kind)),
+      surroundings_(std::move(surroundings)),
+      memory_(std::move(memory)),
+      pid_(getpid()) {}
 
 DeviceCommunicator::~DeviceCommunicator() = default;
 
@@ -55,8 +60,9 @@ void DeviceCommunicator::check_usable() const {
   if (failure_) std::rethrow_exception(failure_);
 }
 
-void DeviceCommunicator::run(const std::function<void()>& passes) const {
+void DeviceCommunicator::run(const std::function<void()>& passes) {
   try {
+    const Watchdog::Call call(watchdog(), collective_in_words());
     passes();
   } catch (...) {
     check_usable();
@@ -126,23 +132,11 @@ void DeviceCommunicator::agree(const Announcement& announcement, std::vector<uin
   flags = agree_now(announcement, std::move(flags));
 }
 
-std::vector<char> DeviceCommunicator::exchange(const void* mine, int64_t nbytes) {
-  std::vector<char> all(nbytes * size());
-  const auto task = [&, control = surroundings_.control] {
-    const int64_t region = control->allocate(nbytes * size());
-    GatherOp op;
-    op.tag.unit = "exchange";
-    op.place = {region, 0};
-    op.segments.push_back({mine, DType::kBits8, nbytes, 0, DType::kBits8});
-    control->all_gather(op);
-    std::memcpy(all.data(), control->region_data(region), all.size());
-    control->release(region);
-  };
-  surroundings_.control_stream->enqueue(task)->wait(kForever);
-  return all;
+std::string DeviceCommunicator::collective_in_words() const {
+  return detail::concat("rank ", rank(), ": collective ", sequence_, ", ", announced_);
 }
 
-void DeviceCommunicator::note_issued(std::shared_ptr<Event> event) {
+Watchdog& DeviceCommunicator::watchdog() {
   if (watchdog_ == nullptr)
     watchdog_ = std::make_unique<Watchdog>(
         device(), surroundings_.timeout,
@@ -154,8 +148,11 @@ void DeviceCommunicator::note_issued(std::shared_ptr<Event> event) {
           if (const auto self = weak.lock())
             self->fail(std::make_exception_ptr(CommTimeout("fsdpx: " + message)));
         });
-  watchdog_->watch(event, detail::concat("rank ", rank(), ": collective ", sequence_, ", ",
-                                         announced_, ", on the GPU"));
+  return *watchdog_;
+}
+
+void DeviceCommunicator::note_issued(std::shared_ptr<Event> event) {
+  watchdog().watch(event, collective_in_words() + ", on the GPU");
   last_ = std::move(event);
 }
 
@@ -166,34 +163,29 @@ void DeviceCommunicator::close() {
   if (last_ != nullptr && !last_->query())
     fail(std::make_exception_ptr(
         std::runtime_error("fsdpx: the communicator was closed while a collective of it ran")));
+  // What runs has been told to end. If it does not, it may use everything, also on other ranks.
+  if (last_ != nullptr && !last_->ended_within(kSecondsToAbort)) return;
+  unmap_peers();
   destroy();
+  memory_->close();
+}
+
+// This rank's own parts stay: tensors may lie in them.
+void DeviceCommunicator::unmap_peers() {
+  for (SendBuffer& buffer : send_buffers_) buffer = {};
+  std::lock_guard lock(regions_mutex_);
+  for (auto& [number, region] : regions_) region.unmap_peers();
 }
 
 // ---- Memory
 
-Region DeviceCommunicator::make_region(int64_t nbytes) {
-  const DeviceGuard guard(device());
-  void* data = nullptr;
-  check_cuda(cudaMalloc(&data, nbytes), "cudaMalloc");
-  const auto free = [device = device()](void* p) {
-    try {
-      const DeviceGuard guard(device);
-      cudaFree(p);
-    } catch (const std::exception&) {
-      // the process ends, and CUDA is gone
-    }
-  };
-  return {static_cast<char*>(data), nbytes, {data, free}, {}};
-}
-
-// A region on every rank or an error on every rank.
 Region DeviceCommunicator::make_alike(const Announcement& announcement) {
   check_usable();
   Region region;
   std::string problem;
   std::vector<uint8_t> failed(size());
   try {
-    region = make_region(std::max<int64_t>(announcement.nbytes, 1));
+    region = memory_->make(std::max<int64_t>(announcement.nbytes, 1));
   } catch (const std::exception& error) {
     problem = error.what();
     failed[rank()] = 1;
@@ -203,7 +195,8 @@ Region DeviceCommunicator::make_alike(const Announcement& announcement) {
     check<std::runtime_error>(!failed[peer], "rank ", peer, " could not allocate ",
                               announcement.nbytes, " bytes of GPU memory for ",
                               announcement.tag.unit, peer == rank() ? " (" + problem + ")" : "");
-  share_region(region);
+  free_parked();  // all have come here, so they have unmapped what this region stands for
+  memory_->share(region);
   return region;
 }
 

@@ -25,37 +25,23 @@
 #include "../comm_announcement.h"
 #include "../comm_layout.h"
 #include "../communicator.h"
+#include "device_memory.h"
 #include "device_stream.h"
+#include "device_surroundings.h"
 #include "watchdog.h"
 
 namespace fsdpx::cuda {
 
-// What a communicator runs on.
-struct Surroundings {
-  std::shared_ptr<DeviceStream> stream;
-  std::shared_ptr<Communicator> control;  // the same ranks on CPU; its tasks run on the next
-  std::shared_ptr<Stream> control_stream;
-  double timeout = 1800;  // seconds, of each collective
-};
-
-// Memory of which every rank has as much. `peers` is for kinds that map the other ranks' parts: by
-// rank, this rank's own included.
-struct Region {
-  char* data = nullptr;
-  int64_t nbytes = 0;
-  std::shared_ptr<void> owner;
-  std::vector<char*> peers;
-};
-
 class DeviceCommunicator : public Communicator,
                            public std::enable_shared_from_this<DeviceCommunicator> {
  public:
-  DeviceCommunicator(std::string kind, Surroundings surroundings);
+  DeviceCommunicator(std::string kind, Surroundings surroundings,
+                     std::shared_ptr<DeviceMemory> memory);
   ~DeviceCommunicator() override;
 
   const char* kind() const override { return kind_.c_str(); }
-  int rank() const override { return surroundings_.control->rank(); }
-  int size() const override { return surroundings_.control->size(); }
+  int rank() const override { return surroundings_.rank(); }
+  int size() const override { return surroundings_.size(); }
 
   int64_t allocate(int64_t nbytes) override;
   void* region_data(int64_t region) override;
@@ -75,16 +61,13 @@ class DeviceCommunicator : public Communicator,
   void close() override;
 
   void check_usable() const;  // throws what broke the communicator, if anything did
+  // After close(): until all ranks have unmapped what they mapped, for at most `seconds`.
+  bool wait_for_peers(double seconds) noexcept { return memory_->wait_for_peers(seconds); }
 
  protected:
   // ---- What kinds differ in. All but the last two run on the thread that issues collectives and
   // enqueue on stream(); offsets and sizes have been checked and the ranks' agreement is under way.
 
-  // This rank's part of a region, not yet shared, its content undefined: may throw (the ranks then
-  // agree that it failed).
-  virtual Region make_region(int64_t nbytes);
-  // Once every rank has made its part: makes it known to the others. Collective.
-  virtual void share_region(Region& region) { (void)region; }
   // Every rank's shards into the place of every rank's region; by default our cast into the own
   // part and then all_gather_in_place.
   virtual void gather(const GatherOp& op, const Region& region);
@@ -102,16 +85,16 @@ class DeviceCommunicator : public Communicator,
   virtual void abort() {}
   // An error that came up beside the stream, or nothing; called now and then by the watchdog.
   virtual std::string problem() { return {}; }
-  // Gives back what make_region did not make. All ranks come here in the same order.
+  // Gives back what is not in regions and send buffers. Nothing runs any more.
   virtual void destroy() {}
 
   // ---- For them
   cudaStream_t stream() const { return surroundings_.stream->get(); }
-  int device() const { return surroundings_.stream->device(); }
+  int device() const { return surroundings_.device(); }
+  // A region on every rank or an error on every rank. Waits on the host.
+  Region make_alike(const Announcement& announcement);
   // Casts this rank's shards to where they belong in its own part of the place.
   void cast_own(const GatherOp& op, const Region& region);
-  // The ranks' messages of `nbytes` each, in rank order; waits on the host. In make_/share_region.
-  std::vector<char> exchange(const void* mine, int64_t nbytes);
   void fail(std::exception_ptr error) noexcept;  // from any thread; the first one counts
   bool is_broken() const;
 
@@ -122,19 +105,22 @@ class DeviceCommunicator : public Communicator,
   };
 
   // Calls `passes`. What they say of a communicator that fails meanwhile is not the reason.
-  void run(const std::function<void()>& passes) const;
+  void run(const std::function<void()>& passes);
   // Calls `calls` in a group, which ends whatever happens: groups belong to threads, not to us.
   void in_group(const std::function<void()>& calls);
   std::shared_ptr<const LateFlags> announce(const Announcement& announcement,
                                             std::vector<uint8_t> flags);
+  Watchdog& watchdog();
+  std::string collective_in_words() const;  // the last one
   std::vector<uint8_t> agree_now(const Announcement& announcement, std::vector<uint8_t> flags);
-  Region make_alike(const Announcement& announcement);
   Region find_region(int64_t number) const;
   void check_gather(const GatherOp& op, const Region& region) const;
   SendBuffer& next_send_buffer(const Tag& tag, int64_t nbytes);
+  void unmap_peers();
 
   const std::string kind_;
   const Surroundings surroundings_;
+  const std::shared_ptr<DeviceMemory> memory_;
   const int pid_;
   std::string announced_;  // the last announcement, in words
   uint64_t sequence_ = 0;

@@ -17,7 +17,9 @@ struct DeviceCollectives {
 class DeviceExchange final : public DeviceCommunicator {
  public:
   DeviceExchange(std::string kind, Surroundings surroundings, DeviceCollectives calls)
-      : DeviceCommunicator(std::move(kind), std::move(surroundings)), calls_(std::move(calls)) {}
+      : DeviceCommunicator(std::move(kind), surroundings,
+                           std::make_shared<PlainMemory>(surroundings.device())),
+        calls_(std::move(calls)) {}
 
  protected:
   void all_gather_in_place(void* data, int64_t nbytes) override { calls_.all_gather(data, nbytes); }

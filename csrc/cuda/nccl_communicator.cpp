@@ -25,18 +25,25 @@ nccl::DataType data_type(DType dtype) {
 
 }  // namespace
 
-NcclCommunicator::NcclCommunicator(Surroundings surroundings, const nccl::UniqueId& id)
-    : DeviceCommunicator("nccl", std::move(surroundings)) {
-  const DeviceGuard guard(device());
-  nccl_.check(nccl_.ncclCommInitRank(&gathers_, size(), id, rank()), "ncclCommInitRank");
-  nccl_.check(nccl_.ncclCommSplit(gathers_, 0, rank(), &sums_, nullptr), "ncclCommSplit", gathers_);
+NcclCommunicator::NcclCommunicator(Surroundings surroundings)
+    : DeviceCommunicator("nccl", surroundings,
+                         std::make_shared<PlainMemory>(surroundings.device())),
+      connection_(surroundings),
+      gathers_(connection_.split()),
+      sums_(connection_.split()) {}
+
+void NcclCommunicator::begin_group() {
+  group_.emplace(connection_);
+  const nccl::Result result = nccl_.ncclGroupStart();
+  if (result != nccl::kSuccess) group_.reset();
+  nccl_.check(result, "ncclGroupStart");
 }
 
-NcclCommunicator::~NcclCommunicator() = default;  // see close(): at exit NCCL may be gone
-
-void NcclCommunicator::begin_group() { nccl_.check(nccl_.ncclGroupStart(), "ncclGroupStart"); }
-
-void NcclCommunicator::end_group() { nccl_.check(nccl_.ncclGroupEnd(), "ncclGroupEnd"); }
+void NcclCommunicator::end_group() {
+  const nccl::Result result = nccl_.ncclGroupEnd();
+  group_.reset();
+  nccl_.check(result, "ncclGroupEnd");
+}
 
 void NcclCommunicator::all_gather_in_place(void* data, int64_t nbytes) {
   const char* const own = static_cast<char*>(data) + rank() * nbytes;
@@ -52,31 +59,9 @@ void NcclCommunicator::reduce_scatter_in_place(void* data, DType dtype, int64_t 
 }
 
 void NcclCommunicator::all_reduce_in_place(void* data, DType dtype, int64_t numel) {
+  const nccl::Connection::Calls calls(connection_);
   nccl_.check(nccl_.ncclAllReduce(data, data, numel, data_type(dtype), nccl::kSum, sums_, stream()),
               "ncclAllReduce", sums_);
 }
-
-std::string NcclCommunicator::problem() {
-  std::lock_guard lock(mutex_);
-  for (const nccl::Comm comm : {gathers_, sums_}) {
-    nccl::Result error = nccl::kSuccess;
-    if (comm == nullptr) continue;
-    nccl_.ncclCommGetAsyncError(comm, &error);
-    if (error != nccl::kSuccess && error != nccl::kInProgress)
-      return detail::concat("NCCL reports on rank ", rank(), ": ", nccl_.ncclGetErrorString(error),
-                            " (", nccl_.ncclGetLastError(comm), ")");
-  }
-  return {};
-}
-
-// Also how a communicator that has nothing to do ends: destroying would wait for the other ranks,
-// which may be gone.
-void NcclCommunicator::abort() {
-  std::lock_guard lock(mutex_);
-  for (nccl::Comm* comm : {&sums_, &gathers_})
-    if (*comm != nullptr) nccl_.ncclCommAbort(std::exchange(*comm, nullptr));
-}
-
-void NcclCommunicator::destroy() { abort(); }
 
 }  // namespace fsdpx::cuda

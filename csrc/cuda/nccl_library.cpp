@@ -24,12 +24,27 @@ void* open_library() {
   return nullptr;
 }
 
+std::string text_of(int version) {
+  return fsdpx::detail::concat(version / 10000, ".", version / 100 % 100, ".", version % 100);
+}
+
 template <typename Function>
 void find(void* handle, const char* name, Function** function) {
   *function = reinterpret_cast<Function*>(dlsym(handle, name));
   fsdpx::check<std::runtime_error>(*function != nullptr, "NCCL has no function ", name,
                                    ": it is older than ", kMinVersion / 10000, ".",
                                    kMinVersion / 100 % 100);
+}
+
+// All of them, or the last one is null.
+void find_windows(void* handle, Library& lib) try {
+  find(handle, "ncclMemAlloc", &lib.ncclMemAlloc);
+  find(handle, "ncclMemFree", &lib.ncclMemFree);
+  find(handle, "ncclCommWindowRegister", &lib.ncclCommWindowRegister);
+  find(handle, "ncclCommWindowDeregister", &lib.ncclCommWindowDeregister);
+  find(handle, "ncclGetPeerDevicePointer", &lib.ncclGetPeerDevicePointer);
+} catch (const std::runtime_error&) {
+  lib.ncclGetPeerDevicePointer = nullptr;
 }
 
 Library load() {
@@ -44,7 +59,7 @@ Library load() {
   find(handle, "ncclGetErrorString", &lib.ncclGetErrorString);
   find(handle, "ncclGetLastError", &lib.ncclGetLastError);
   find(handle, "ncclGetUniqueId", &lib.ncclGetUniqueId);
-  find(handle, "ncclCommInitRank", &lib.ncclCommInitRank);
+  find(handle, "ncclCommInitRankConfig", &lib.ncclCommInitRankConfig);
   find(handle, "ncclCommSplit", &lib.ncclCommSplit);
   find(handle, "ncclCommAbort", &lib.ncclCommAbort);
   find(handle, "ncclCommGetAsyncError", &lib.ncclCommGetAsyncError);
@@ -53,10 +68,13 @@ Library load() {
   find(handle, "ncclAllGather", &lib.ncclAllGather);
   find(handle, "ncclReduceScatter", &lib.ncclReduceScatter);
   find(handle, "ncclAllReduce", &lib.ncclAllReduce);
+  if (lib.version >= kMinVersionOfWindows) find_windows(handle, lib);
   return lib;
 }
 
 }  // namespace
+
+std::string Library::version_text() const { return text_of(version); }
 
 void Library::check(Result result, const char* what, Comm comm) const {
   fsdpx::check<std::runtime_error>(result == kSuccess || result == kInProgress, what, ": ",

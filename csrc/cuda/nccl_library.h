@@ -4,12 +4,14 @@
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
+#include <limits>
 #include <string>
 
 namespace fsdpx::cuda::nccl {
 
 // As in nccl.h, whose values never change.
 using Comm = struct Opaque*;
+using Window = struct OpaqueWindow*;
 using Result = int;
 struct UniqueId {
   char bytes[128];
@@ -19,16 +21,34 @@ enum RedOp : int { kSum = 0 };
 inline constexpr Result kSuccess = 0;
 inline constexpr Result kInProgress = 7;
 
-// The first version that has all of the following.
+// The first version that has all of the following but windows.
 inline constexpr int kMinVersion = 21800;
+inline constexpr int kMinVersionOfWindows = 22900;
+
+// ncclConfig_t as it was in kMinVersion: NCCL takes older ones, by their size and version.
+struct Config {
+  size_t size = sizeof(Config);
+  unsigned magic = 0xcafebeef;
+  unsigned version = kMinVersion;
+  int blocking = kUndefined;
+  int cga_cluster_size = kUndefined;
+  int min_ctas = kUndefined;
+  int max_ctas = kUndefined;
+  const char* net_name = nullptr;
+  int split_share = kUndefined;
+
+ private:
+  static constexpr int kUndefined = std::numeric_limits<int>::min();
+};
 
 struct Library {
   Result (*ncclGetVersion)(int* version);
   const char* (*ncclGetErrorString)(Result result);
   const char* (*ncclGetLastError)(Comm comm);
   Result (*ncclGetUniqueId)(UniqueId* id);
-  Result (*ncclCommInitRank)(Comm* comm, int num_ranks, UniqueId id, int rank);
-  Result (*ncclCommSplit)(Comm comm, int color, int key, Comm* made, void* config);
+  Result (*ncclCommInitRankConfig)(Comm* comm, int num_ranks, UniqueId id, int rank,
+                                   Config* config);
+  Result (*ncclCommSplit)(Comm comm, int color, int key, Comm* made, Config* config);
   Result (*ncclCommAbort)(Comm comm);
   Result (*ncclCommGetAsyncError)(Comm comm, Result* error);
   Result (*ncclGroupStart)();
@@ -39,8 +59,16 @@ struct Library {
                               Comm comm, cudaStream_t stream);
   Result (*ncclAllReduce)(const void* send, void* recv, size_t count, DataType type, RedOp op,
                           Comm comm, cudaStream_t stream);
+  // Null where has_windows() is false.
+  Result (*ncclMemAlloc)(void** data, size_t nbytes);
+  Result (*ncclMemFree)(void* data);
+  Result (*ncclCommWindowRegister)(Comm comm, void* data, size_t nbytes, Window* window, int flags);
+  Result (*ncclCommWindowDeregister)(Comm comm, Window window);
+  Result (*ncclGetPeerDevicePointer)(Window window, size_t offset, int peer, void** data);
   int version = 0;
 
+  bool has_windows() const { return ncclGetPeerDevicePointer != nullptr; }
+  std::string version_text() const;
   void check(Result result, const char* what, Comm comm = nullptr) const;  // throws runtime_error
 };
 

@@ -14,58 +14,12 @@
 namespace fsdpx::cuda {
 namespace {
 
-constexpr int64_t kGranule = int64_t{2} << 20;  // no two regions in one piece of driver memory
-constexpr int64_t kScratch = int64_t{4} << 20;  // bytes that an all-reduce sends at a time
+// The flags and what a small all-reduce sends are one piece of driver memory.
+constexpr int64_t kFlagBytes = 4096;
+constexpr int64_t kSmallScratch = (int64_t{2} << 20) - kFlagBytes;
+constexpr int64_t kScratch = int64_t{4} << 20;  // bytes that a large all-reduce sends at a time
+static_assert(kMaxRanks * sizeof(uint64_t) <= kFlagBytes);
 constexpr double kMaxSeconds = 1e9;
-
-// What a rank tells the others about its part of a region.
-struct Card {
-  cudaIpcMemHandle_t handle;
-  char problem[192];  // why there is none; empty if there is
-};
-
-// The other ranks' parts, for as long as they are mapped, and the own one.
-class Mappings {
- public:
-  explicit Mappings(std::shared_ptr<void> own) : own_(std::move(own)) {}
-  ~Mappings() {
-    for (void* mapped : mapped_) cudaIpcCloseMemHandle(mapped);
-  }
-  Mappings(const Mappings&) = delete;
-  Mappings& operator=(const Mappings&) = delete;
-
-  char* map(const cudaIpcMemHandle_t& handle) {
-    void* data = nullptr;
-    check_cuda(cudaIpcOpenMemHandle(&data, handle, cudaIpcMemLazyEnablePeerAccess),
-               "cudaIpcOpenMemHandle");
-    mapped_.push_back(data);
-    return static_cast<char*>(data);
-  }
-
- private:
-  const std::shared_ptr<void> own_;
-  std::vector<void*> mapped_;
-};
-
-// Runs `body`; what it throws becomes the card's problem.
-template <typename Body>
-void try_for(Card& card, const Body& body) {
-  try {
-    body();
-  } catch (const std::exception& error) {
-    std::snprintf(card.problem, sizeof(card.problem), "%s", error.what());
-  }
-}
-
-std::vector<Card> cards_of(const std::vector<char>& messages) {
-  std::vector<Card> cards(messages.size() / sizeof(Card));
-  std::memcpy(cards.data(), messages.data(), messages.size());
-  for (size_t rank = 0; rank < cards.size(); ++rank) {
-    check<std::runtime_error>(cards[rank].problem[0] == '\0', "rank ", rank,
-                              " cannot share GPU memory: ", cards[rank].problem);
-  }
-  return cards;
-}
 
 // Blocks of a pass over peers' memory. With 4 to 8 reads of 16 bytes under way for each of their
 // threads, 32 blocks keep half a megabyte in flight: what 450 GB/s and a microsecond ask for.
@@ -82,8 +36,9 @@ int max_blocks() {
 
 }  // namespace
 
-NvlinkCommunicator::NvlinkCommunicator(Surroundings surroundings, bool copies)
-    : DeviceCommunicator(copies ? "nvlink-copy" : "nvlink", surroundings),
+NvlinkCommunicator::NvlinkCommunicator(Surroundings surroundings,
+                                       std::shared_ptr<DeviceMemory> memory, bool copies)
+    : DeviceCommunicator(copies ? "nvlink-copy" : "nvlink", surroundings, memory),
       copies_(copies),
       max_blocks_(max_blocks()) {
   check<std::runtime_error>(size() <= kMaxRanks, "comm kind 'nvlink' is for at most ", kMaxRanks,
@@ -93,12 +48,10 @@ NvlinkCommunicator::NvlinkCommunicator(Surroundings surroundings, bool copies)
   check_cuda(cudaHostAlloc(&words, sizeof(Words), cudaHostAllocDefault), "cudaHostAlloc");
   std::memset(words, 0, sizeof(Words));
   words_ = {static_cast<Words*>(words), [](Words* p) { cudaFreeHost(p); }};
-  flags_ = make_region(kMaxRanks * static_cast<int64_t>(sizeof(uint64_t)));
-  check_cuda(cudaMemset(flags_.data, 0, static_cast<size_t>(flags_.nbytes)), "cudaMemset");
-  check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // before anyone stores there
-  share_region(flags_);
-  scratch_ = make_region(2 * kScratch);
-  share_region(scratch_);
+  flags_ = make_alike({"allocate", {"flags"}, {}, kFlagBytes + kSmallScratch, 0, 0});
+  check_cuda(cudaMemset(flags_.data, 0, kFlagBytes), "cudaMemset");
+  check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  DeviceCommunicator::barrier({"connect"});  // before anyone stores there
   for (int peer = 0; peer < size(); ++peer) {
     barrier_.peers[peer] = reinterpret_cast<uint64_t*>(flags_.peers[static_cast<size_t>(peer)]);
   }
@@ -108,33 +61,6 @@ NvlinkCommunicator::NvlinkCommunicator(Surroundings surroundings, bool copies)
       static_cast<uint64_t>(std::clamp(surroundings.timeout, 0.0, kMaxSeconds) * 1e9);
   barrier_.error = &words_->error;
   barrier_.abort = &words_->abort;
-}
-
-// ---- Memory
-
-Region NvlinkCommunicator::make_region(int64_t nbytes) {
-  Region region = DeviceCommunicator::make_region((nbytes + kGranule - 1) / kGranule * kGranule);
-  region.nbytes = nbytes;  // what was asked for
-  return region;
-}
-
-void NvlinkCommunicator::share_region(Region& region) {
-  const DeviceGuard guard(device());
-  Card mine{};
-  try_for(mine, [&] {
-    check_cuda(cudaIpcGetMemHandle(&mine.handle, region.data), "cudaIpcGetMemHandle");
-  });
-  const std::vector<Card> cards = cards_of(exchange(&mine, sizeof(mine)));
-  const auto mappings = std::make_shared<Mappings>(region.owner);
-  std::vector<char*> peers(cards.size(), region.data);
-  try_for(mine, [&] {
-    for (size_t peer = 0; peer < cards.size(); ++peer) {
-      if (static_cast<int>(peer) != rank()) peers[peer] = mappings->map(cards[peer].handle);
-    }
-  });
-  cards_of(exchange(&mine, sizeof(mine)));  // all ranks could, or all throw
-  region.owner = mappings;
-  region.peers = std::move(peers);
 }
 
 // ---- Collectives
@@ -193,22 +119,28 @@ void NvlinkCommunicator::sum_into_shards(const ReduceOp& op, const SendLayout& l
   meet();  // every rank has read
 }
 
+// Large ones go in parts: while one is read, the next is copied into the other half.
 void NvlinkCommunicator::all_reduce_in_place(void* data, DType dtype, int64_t numel) {
+  const bool small = numel * itemsize(dtype) <= kSmallScratch;
+  if (!small && scratch_.data == nullptr)
+    scratch_ = make_alike({"allocate", {"all_reduce"}, {}, 2 * kScratch, 0, 0});
+  const Region& scratch = small ? flags_ : scratch_;
+  const int64_t first = small ? kFlagBytes : 0;
+  const int64_t count = (small ? kSmallScratch : kScratch) / itemsize(dtype);
   std::array<const void*, kMaxRanks> srcs;
-  const int64_t count = kScratch / itemsize(dtype);
   int64_t half = 0;
   for (int64_t begin = 0; begin < numel; begin += count, half = kScratch - half) {
     const int64_t part = std::min(count, numel - begin);
     char* const values = static_cast<char*>(data) + begin * itemsize(dtype);
-    check_cuda(
-        cudaMemcpyAsync(scratch_.data + half, values, static_cast<size_t>(part * itemsize(dtype)),
-                        cudaMemcpyDeviceToDevice, stream()),
-        "cudaMemcpyAsync");
+    check_cuda(cudaMemcpyAsync(scratch.data + first + half, values,
+                               static_cast<size_t>(part * itemsize(dtype)),
+                               cudaMemcpyDeviceToDevice, stream()),
+               "cudaMemcpyAsync");
     meet();  // all have copied; and have read what lies in the other half
-    for (size_t peer = 0; peer < scratch_.peers.size(); ++peer) {
-      srcs[peer] = scratch_.peers[peer] + half;
+    for (size_t peer = 0; peer < scratch.peers.size(); ++peer) {
+      srcs[peer] = scratch.peers[peer] + first + half;
     }
-    reduce({srcs.data(), scratch_.peers.size()}, dtype, values, dtype, part, 1.0, false, stream(),
+    reduce({srcs.data(), scratch.peers.size()}, dtype, values, dtype, part, 1.0, false, stream(),
            max_blocks_);
   }
   meet();  // all have read the last part
@@ -225,6 +157,11 @@ std::string NvlinkCommunicator::problem() {
   const BarrierError& error = words_->error;
   return detail::concat("rank ", rank(), " waited on its GPU for rank ", error.rank,
                         ", which was at epoch ", error.counter, " instead of ", error.target);
+}
+
+void NvlinkCommunicator::destroy() {
+  flags_ = {};
+  scratch_ = {};
 }
 
 }  // namespace fsdpx::cuda

@@ -21,19 +21,18 @@ namespace fsdpx::cuda {
 
 class NvlinkCommunicator final : public DeviceCommunicator {
  public:
-  // Collective. Throws on every rank when some rank cannot map another's memory. With `copies`,
-  // all-gathers cast into the own slot and leave the rest to the copy engines: no SM is busy with
-  // it.
-  NvlinkCommunicator(Surroundings surroundings, bool copies);
+  // Collective; `memory` is of a source whose memory peers map. Throws on every rank when some rank
+  // cannot map another's memory. With `copies`, all-gathers cast into the own slot and leave the
+  // rest to the copy engines: no SM is busy with it.
+  NvlinkCommunicator(Surroundings surroundings, std::shared_ptr<DeviceMemory> memory, bool copies);
 
  protected:
-  Region make_region(int64_t nbytes) override;
-  void share_region(Region& region) override;
   void gather(const GatherOp& op, const Region& region) override;
   void sum_into_shards(const ReduceOp& op, const SendLayout& layout, const Region& send) override;
   void all_reduce_in_place(void* data, DType dtype, int64_t numel) override;
   void abort() override;
   std::string problem() override;
+  void destroy() override;
 
  private:
   // Words that the GPU and the host share.
@@ -49,8 +48,8 @@ class NvlinkCommunicator final : public DeviceCommunicator {
   const bool copies_;
   const int max_blocks_;
   std::shared_ptr<Words> words_;
-  Region flags_;
-  Region scratch_;  // of all-reduces
+  Region flags_;    // and what small all-reduces send
+  Region scratch_;  // of large ones, made for the first
   Barrier barrier_{};
   uint64_t epoch_ = 0;
 };

@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -29,12 +30,30 @@ struct Watchdog::State {
   std::mutex mutex;
   std::condition_variable stopping;
   std::deque<Item> items;
+  std::optional<Item> call;  // without an event
   bool stopped = false;
   std::thread thread;
 
+  Item until_limit(std::shared_ptr<Event> event, std::string what) const {
+    const auto limit = std::chrono::duration<double>(std::min(this->limit, 1e8));
+    const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(limit);
+    return {std::move(event), std::move(what), deadline};
+  }
+  void start(const std::shared_ptr<State>& self) {
+    if (!thread.joinable()) thread = std::thread([self] { self->run(); });
+  }
   void run();
   std::string look();
+  std::string look_at_call();
 };
+
+std::string Watchdog::State::look_at_call() {
+  std::lock_guard lock(mutex);
+  if (!call.has_value() || Clock::now() < call->deadline) return {};
+  return detail::concat(call->what, " did not return within ", limit,
+                        " s on the CPU: it may wait for a rank that is slow or stuck; raise the "
+                        "time limit if it is only slow");
+}
 
 // Without the lock while it calls CUDA, which may wait.
 std::string Watchdog::State::look() {
@@ -54,7 +73,8 @@ std::string Watchdog::State::look() {
     std::lock_guard lock(mutex);
     if (!items.empty()) items.pop_front();  // stop() may have come meanwhile
   }
-  return problem();
+  const std::string stuck = look_at_call();
+  return stuck.empty() ? problem() : stuck;
 }
 
 void Watchdog::State::run() {
@@ -80,12 +100,22 @@ Watchdog::Watchdog(int device, double limit, std::function<std::string()> proble
 }
 
 void Watchdog::watch(std::shared_ptr<Event> event, std::string what) {
-  const auto limit = std::chrono::duration<double>(std::min(state_->limit, 1e8));
-  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(limit);
   std::lock_guard lock(state_->mutex);
   if (state_->stopped) return;
-  state_->items.push_back({std::move(event), std::move(what), deadline});
-  if (!state_->thread.joinable()) state_->thread = std::thread([state = state_] { state->run(); });
+  state_->items.push_back(state_->until_limit(std::move(event), std::move(what)));
+  state_->start(state_);
+}
+
+Watchdog::Call::Call(Watchdog& watchdog, std::string what) : state_(watchdog.state_) {
+  std::lock_guard lock(state_->mutex);
+  if (state_->stopped) return;
+  state_->call = state_->until_limit(nullptr, std::move(what));
+  state_->start(state_);
+}
+
+Watchdog::Call::~Call() {
+  std::lock_guard lock(state_->mutex);
+  state_->call.reset();
 }
 
 void Watchdog::stop() {

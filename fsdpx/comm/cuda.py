@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from .. import _C
+from ..errors import DesyncError
 from . import c10d
 from .choose import Kind, tell
 from .communicator import Communicator
 from .links import nvlink_problem
+
+# Of GPU memory that collectives use: see csrc/cuda/device_memory.h.
+SWITCH = "FSDPX_DEVICE_MEMORY"
+SOURCES = {"plain": "nothing", "ipc": "CUDA IPC", "window": "NCCL windows"}
 
 Surroundings: TypeAlias = tuple[_C.Stream, _C.Communicator, _C.Stream, float]
 
@@ -68,36 +74,80 @@ def _connect(
 ) -> tuple[_C.Communicator, str]:
     """The native communicator, and why it is of its kind."""
     apart, wanted = "", kind.startswith("nvlink")
+    source = memory_source(group)
     if kind == "auto" and group.size() > 1:
-        if control.kind == "shm":  # all ranks are on one host
+        if source == "plain":
+            apart = f"{SWITCH} is plain, and peers do not map that"
+        elif control.kind == "shm":  # all ranks are on one host
             apart = nvlink_problem(group, torch_stream.device)
         wanted = not apart
     if wanted:
         try:
-            native = _connect_nvlink(surroundings, control, copies=kind == "nvlink-copy")
-            return native, "all ranks map each other's GPU memory"
+            return _connect_nvlink(surroundings, control, source, copies=kind == "nvlink-copy")
+        except DesyncError:  # a rank is gone: there is no other way either
+            raise
         except RuntimeError as error:  # on every rank
-            apart = str(error).removeprefix("fsdpx: ")
-            if kind != "auto":
+            apart = _bare(error)
+            if kind != "auto" or source:
                 raise ValueError(f"fsdpx: comm kind '{kind}' is impossible: {apart}") from None
     chosen = choose(group, kind)
     reason = f"{chosen.reason}; not nvlink: {apart}" if apart else chosen.reason
     if chosen.name == "local":
         return _C.local_communicator(*surroundings), reason
     if chosen.name == "nccl":
-        unique_id = tell(group, _C.nccl_unique_id() if group.rank() == 0 else b"")[0]
-        return _C.nccl_communicator(*surroundings, unique_id), reason
+        if source not in ("", "plain"):
+            raise ValueError(
+                f"fsdpx: {SWITCH} is {source}, but ranks that communicate by NCCL map no memory of "
+                f"each other ({reason}); use plain, or comm='nvlink'"
+            )
+        return _C.nccl_communicator(*surroundings), reason
     timeout = surroundings[-1]
     return c10d.connect_on_device(group, surroundings, torch_stream, timeout), reason
 
 
+def memory_source(group: dist.ProcessGroup) -> str:
+    """Where FSDPX_DEVICE_MEMORY says that memory comes from; "" leaves it open. Collective.
+
+    Raises:
+        ValueError: There is no such source, or ranks differ (on every rank).
+    """
+    asked = tell(group, os.environ.get(SWITCH, ""))
+    for rank, source in enumerate(asked):
+        if source not in ("", *SOURCES):
+            raise ValueError(
+                f"fsdpx: {SWITCH} is '{source}' on rank {rank}; use one of {', '.join(SOURCES)}"
+            )
+        if source != asked[0]:
+            raise ValueError(
+                f"fsdpx: {SWITCH} is '{asked[0]}' on rank 0 and '{source}' on rank {rank}; set it "
+                "alike on all ranks"
+            )
+    return asked[0]
+
+
 def _connect_nvlink(
-    surroundings: Surroundings, control: Communicator, *, copies: bool
-) -> _C.Communicator:
+    surroundings: Surroundings, control: Communicator, source: str, *, copies: bool
+) -> tuple[_C.Communicator, str]:
     """Raises RuntimeError on every rank when some rank cannot map another's memory."""
+    if source == "plain":
+        raise RuntimeError(f"{SWITCH} is plain, and peers do not map that; use window or ipc")
     if control.kind != "shm":
         raise RuntimeError(control.reason)  # which says who is on another host
-    return _C.nvlink_communicator(*surroundings, copies)
+    reason = f"all ranks map each other's GPU memory, by {SOURCES[source or 'window']}"
+    if source:
+        native = _C.nvlink_communicator(*surroundings, copies, source)
+        return native, f"{reason} (asked for)"
+    try:
+        return _C.nvlink_communicator(*surroundings, copies, "window"), reason
+    except DesyncError:
+        raise
+    except RuntimeError as error:  # on every rank
+        reason = f"all ranks map each other's GPU memory, by {SOURCES['ipc']} ({_bare(error)})"
+    return _C.nvlink_communicator(*surroundings, copies, "ipc"), reason
+
+
+def _bare(error: Exception) -> str:
+    return str(error).removeprefix("fsdpx: ")
 
 
 def choose(group: dist.ProcessGroup, kind: str) -> Kind:
@@ -123,7 +173,7 @@ def _nccl_problem() -> str:
     try:
         _C.nccl_version()
     except RuntimeError as error:
-        return str(error).removeprefix("fsdpx: ")
+        return _bare(error)
     return ""
 
 

@@ -34,15 +34,16 @@ std::atomic<double> last_call{0};  // of a thread that enqueues
 
 const std::map<std::string, double Settings::*>& fields() {
   static const auto& known = *new std::map<std::string, double Settings::*>{
-      {"order", &Settings::order},         {"seed", &Settings::seed},
-      {"devices", &Settings::devices},     {"slot", &Settings::slot},
-      {"memory_mb", &Settings::memory_mb}, {"arch", &Settings::arch},
-      {"timeout_s", &Settings::timeout_s}, {"idle_s", &Settings::idle_s},
-      {"stuck_s", &Settings::stuck_s},     {"mem_gbps", &Settings::mem_gbps},
-      {"host_gbps", &Settings::host_gbps}, {"link_gbps", &Settings::link_gbps},
-      {"launch_us", &Settings::launch_us}, {"link_us", &Settings::link_us},
-      {"call_us", &Settings::call_us},     {"capturing", &Settings::capturing},
-      {"nvlink", &Settings::nvlink}};
+      {"order", &Settings::order},           {"seed", &Settings::seed},
+      {"devices", &Settings::devices},       {"slot", &Settings::slot},
+      {"memory_mb", &Settings::memory_mb},   {"arch", &Settings::arch},
+      {"timeout_s", &Settings::timeout_s},   {"idle_s", &Settings::idle_s},
+      {"stuck_s", &Settings::stuck_s},       {"mem_gbps", &Settings::mem_gbps},
+      {"host_gbps", &Settings::host_gbps},   {"link_gbps", &Settings::link_gbps},
+      {"launch_us", &Settings::launch_us},   {"link_us", &Settings::link_us},
+      {"call_us", &Settings::call_us},       {"capturing", &Settings::capturing},
+      {"nvlink", &Settings::nvlink},         {"nccl_windows", &Settings::nccl_windows},
+      {"nccl_hangs", &Settings::nccl_hangs}, {"nccl_absent", &Settings::nccl_absent}};
   return known;
 }
 

@@ -12,6 +12,7 @@ using namespace sim;
 namespace {
 
 std::map<char*, size_t>& pinned = *new std::map<char*, size_t>;
+auto& opened_handles = *new std::multimap<void*, std::atomic<int>*>;
 
 bool is_pageable(const void* p) { return !on_device(p) && !is_pinned(p); }
 
@@ -56,6 +57,10 @@ API cudaError_t cudaFree(void* p) {
   enter_context();
   sync_all();
   count(kFrees);
+  const auto region = device_heap.regions.find(static_cast<char*>(p));
+  if (region != device_heap.regions.end() && mappings_of(region->first, region->second) != 0) {
+    raise(cudaErrorIllegalAddress, "memory is freed that is still mapped");
+  }
   // No fault: destructors call this.
   return device_heap.give(static_cast<char*>(p)) ? cudaSuccess : result(cudaErrorInvalidValue);
 }
@@ -159,11 +164,25 @@ API cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* h, void* p) {
   Lock lock;
   const auto* region = device_heap.find(p);
   if (!region) return result(cudaErrorInvalidValue);
-  ipc::fill(h, ipc::kMemory, region->first);  // CUDA's handles stand for whole allocations too
+  // CUDA's handles stand for whole allocations too.
+  ipc::fill(h, ipc::kMemory, region->first, &mappings_of(region->first, region->second));
   return result();
 }
 API cudaError_t cudaIpcOpenMemHandle(void** p, cudaIpcMemHandle_t h, unsigned) {
   Lock lock;
-  return result(ipc::open(h, ipc::kMemory, p));
+  ipc::Content opened;
+  const cudaError_t error = ipc::open(h, ipc::kMemory, p, &opened);
+  if (error != cudaSuccess) return result(error);
+  ++*opened.mappings;
+  opened_handles.emplace(*p, opened.mappings);
+  return result();
 }
-API cudaError_t cudaIpcCloseMemHandle(void*) { return cudaSuccess; }
+API cudaError_t cudaIpcCloseMemHandle(void* p) {
+  Lock lock;
+  const auto opened = opened_handles.find(p);
+  if (opened == opened_handles.end()) return result(cudaErrorInvalidValue);
+  sync_all();  // as CUDA does: what runs may use it
+  --*opened->second;
+  opened_handles.erase(opened);
+  return result();
+}

@@ -78,6 +78,10 @@ void start_memory() {
   staging_heap.holes[base + kStride / 2] = kStride / 2;
 }
 
+std::atomic<int>& mappings_of(char* p, const Region& region) {
+  return *reinterpret_cast<std::atomic<int>*>(p + region.size - sizeof(std::atomic<int>));
+}
+
 char* Heap::take(size_t size, size_t align, int owner) {
   const size_t need = ((size + 511) & ~size_t(511)) + kRedZone;
   for (auto& [hole, room] : holes) {
@@ -97,6 +101,7 @@ char* Heap::take(size_t size, size_t align, int owner) {
     used += need;
     peak = std::max(peak, used);
     memset(state_of(p), 1, size);
+    new (&mappings_of(p, regions[p])) std::atomic<int>(0);
     return p;
   }
   return nullptr;

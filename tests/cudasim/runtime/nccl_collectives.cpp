@@ -169,6 +169,8 @@ double finish(ncclComm* c, uint64_t k, const Call& call) {
 }
 
 ncclResult_t enqueue(ncclComm* c, const Call& call, cudaStream_t st) {
+  while (settings.nccl_hangs && !c->aborted) pause_us(100);
+  if (c->aborted) return fail(ncclInternalError, call.what + " was aborted");
   const uint64_t k = ++c->issued;
   const int before = device;
   device = c->dev;

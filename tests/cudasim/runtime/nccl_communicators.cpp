@@ -28,9 +28,15 @@ std::string sim::nccl::missing(int n, const std::function<bool(int)>& here) {
   return text;
 }
 
-ncclResult_t sim::nccl::wait_for_all(int n, const std::string& what,
-                                     const std::function<bool(int)>& here) {
-  if (!multi_process() || wait_until([&] { return missing(n, here).empty(); })) return ncclSuccess;
+ncclResult_t sim::nccl::when_all(ncclComm* c, int n, const std::string& what,
+                                 const std::function<bool(int)>& here,
+                                 const std::function<ncclResult_t()>& finish) {
+  const auto all_here = [=] { return !multi_process() || missing(n, here).empty(); };
+  if (!c->blocking) {
+    c->pending = [=] { return all_here() ? finish() : ncclInProgress; };
+    return c->state = ncclInProgress;
+  }
+  if (wait_until(all_here)) return finish();
   return fail(ncclSystemError, what + ": ranks " + missing(n, here) + " never came");
 }
 
@@ -76,23 +82,23 @@ ncclResult_t resolve(ncclComm* c) {
 ncclResult_t sim::nccl::enter(ncclComm* c) {
   c->room = open_room(c->id);
   if (!c->room) return fail(ncclSystemError, "cannot open the room of communicator " + c->id);
-  c->room->joined[c->rank] = int(settings.slot) + 1;
-  if (!multi_process()) return ncclSuccess;
-  const ncclResult_t came =
-      wait_for_all(c->n, "communicator " + c->id, [&](int r) { return c->room->joined[r] != 0; });
-  if (came != ncclSuccess) return came;
-  for (int r = 0; r < c->n; ++r) {
-    if (!attach(c->room->joined[r] - 1)) {
-      return fail(ncclSystemError, "cannot map the memory of rank " + std::to_string(r));
+  if (settings.nccl_absent != 1) c->room->joined[c->rank] = int(settings.slot) + 1;
+  const auto here = [c](int r) { return c->room->joined[r] != 0; };
+  return when_all(c, c->n, "communicator " + c->id, here, [c] {
+    for (int r = 0; multi_process() && r < c->n; ++r) {
+      if (!attach(c->room->joined[r] - 1)) {
+        return fail(ncclSystemError, "cannot map the memory of rank " + std::to_string(r));
+      }
     }
-  }
-  return ncclSuccess;
+    return ncclSuccess;
+  });
 }
 
 ncclResult_t sim::nccl::check(ncclComm* c) {
   if (!c) return fail(ncclInvalidArgument, "null communicator");
   if (c->destroyed) return fail(ncclInvalidUsage, "communicator " + c->id + " was destroyed");
   if (c->aborted) return fail(ncclInvalidUsage, "communicator " + c->id + " was aborted");
+  if (c->state == ncclInProgress) return fail(ncclInvalidUsage, "a call is in progress");
   return resolve(c);
 }
 
@@ -109,20 +115,22 @@ API ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
   snprintf(id->internal, sizeof id->internal, "comm-%d-%d", getpid(), number++);
   return ncclSuccess;
 }
-API ncclResult_t ncclCommInitRank(ncclComm_t* comm, int n, ncclUniqueId id, int rank) {
+API ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int n, ncclUniqueId id, int rank,
+                                        ncclConfig_t* config) {
   Lock lock;
   if (n < 1 || n > kRanks || rank < 0 || rank >= n) {
     return fail(ncclInvalidArgument, "ncclCommInitRank: bad rank or number of ranks");
   }
-  return enter(*comm = new ncclComm{id.internal, n, rank, device});
+  *comm = new ncclComm{id.internal, n, rank, device};
+  (*comm)->blocking = !config || config->blocking != 0;
+  return enter(*comm);
 }
-API ncclResult_t ncclCommInitRankConfig(ncclComm_t* c, int n, ncclUniqueId id, int rank,
-                                        ncclConfig_t*) {
-  return ncclCommInitRank(c, n, id, rank);
+API ncclResult_t ncclCommInitRank(ncclComm_t* comm, int n, ncclUniqueId id, int rank) {
+  return ncclCommInitRankConfig(comm, n, id, rank, nullptr);
 }
 API ncclResult_t ncclCommInitRankScalable(ncclComm_t* c, int n, int rank, int, ncclUniqueId* ids,
-                                          ncclConfig_t*) {
-  return ncclCommInitRank(c, n, ids[0], rank);
+                                          ncclConfig_t* config) {
+  return ncclCommInitRankConfig(c, n, ids[0], rank, config);
 }
 API ncclResult_t ncclCommInitAll(ncclComm_t* comms, int n, const int* devices) {
   Lock lock;
@@ -138,7 +146,7 @@ API ncclResult_t ncclCommInitAll(ncclComm_t* comms, int n, const int* devices) {
   return ncclSuccess;
 }
 API ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclComm_t* comm,
-                               ncclConfig_t*) {
+                               ncclConfig_t* config) {
   Lock lock;
   CHECK_COMM(parent);
   *comm = nullptr;
@@ -147,16 +155,20 @@ API ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclComm_t
   SplitPost* const posts = parent->room->splits[number];
   posts[parent->rank].color = color;
   posts[parent->rank].key = key;
-  posts[parent->rank].posted = 1;
-  const ncclResult_t came =
-      wait_for_all(parent->n, "ncclCommSplit", [&](int r) { return posts[r].posted != 0; });
-  if (came != ncclSuccess || color == NCCL_SPLIT_NOCOLOR) return came;
-  ncclComm* const c = *comm = new ncclComm{"", 0, 0, parent->dev};
-  c->parent = parent;
-  c->split_number = number;
-  c->color = color;
-  c->key = key;
-  return multi_process() ? resolve(c) : ncclSuccess;
+  if (settings.nccl_absent != 2) posts[parent->rank].posted = 1;
+  const bool blocking = config && config->blocking != NCCL_CONFIG_UNDEF_INT ? config->blocking != 0
+                                                                            : parent->blocking;
+  const auto here = [posts](int r) { return posts[r].posted != 0; };
+  return when_all(parent, parent->n, "ncclCommSplit", here, [=] {
+    if (color == NCCL_SPLIT_NOCOLOR) return ncclSuccess;
+    ncclComm* const c = *comm = new ncclComm{"", 0, 0, parent->dev};
+    c->blocking = blocking;
+    c->parent = parent;
+    c->split_number = number;
+    c->color = color;
+    c->key = key;
+    return multi_process() ? resolve(c) : ncclSuccess;
+  });
 }
 API ncclResult_t ncclCommFinalize(ncclComm_t) { return ncclSuccess; }
 // Communicators are never freed: work that is still queued may refer to them.
@@ -166,15 +178,22 @@ API ncclResult_t ncclCommDestroy(ncclComm_t c) {
   c->destroyed = true;
   return ncclSuccess;
 }
-// Pending operations end without effect.
+// Pending operations end without effect, and windows go.
 API ncclResult_t ncclCommAbort(ncclComm_t c) {
   Lock lock;
-  if (c) c->aborted = true;
+  if (!c) return ncclSuccess;
+  c->aborted = true;
+  for (const auto& [number, mappings] : c->open_windows) --*mappings;
+  c->open_windows.clear();
   return ncclSuccess;
 }
 API ncclResult_t ncclCommGetAsyncError(ncclComm_t c, ncclResult_t* e) {
   Lock lock;
-  *e = c->room ? ncclResult_t(c->room->failed.load()) : ncclSuccess;
+  if (c->pending) {
+    c->state = c->pending();
+    if (c->state != ncclInProgress) c->pending = {};
+  }
+  *e = c->room && c->room->failed ? ncclResult_t(c->room->failed.load()) : c->state;
   if (fault.code == cudaErrorLaunchTimeout && c->finished < c->issued) *e = ncclTimeout;
   return ncclSuccess;
 }
@@ -222,23 +241,41 @@ API ncclResult_t ncclCommWindowRegister(ncclComm_t c, void* p, size_t size, nccl
                                         int flags) {
   Lock lock;
   CHECK_COMM(c);
-  if (!device_heap.find(p)) {
+  *win = nullptr;
+  const auto* region = device_heap.find(p);
+  if (!region) {
     return fail(ncclInvalidArgument, "ncclCommWindowRegister: not device memory of this process");
   }
   if ((flags & NCCL_WIN_COLL_SYMMETRIC) &&
       reinterpret_cast<uintptr_t>(p) % NCCL_WIN_REQUIRED_ALIGNMENT) {
     return fail(ncclInvalidArgument, "ncclCommWindowRegister: buffer not aligned");
   }
-  if (c->windows == kWindows) return fail(ncclInternalError, "too many windows");
   const int number = c->windows++;
-  WindowPost* const posts = c->room->windows[number];
+  WindowPost* const posts = c->room->windows[number % kWindows];
+  if (c->open_windows.contains(number - kWindows)) {
+    return fail(ncclInternalError, "too many windows at a time");
+  }
+  std::atomic<int>* const mappings = &mappings_of(region->first, region->second);
   posts[c->rank].base = static_cast<char*>(p);
   posts[c->rank].size = size;
-  posts[c->rank].posted = 1;
-  *win = new ncclWindow_vidmem{c, number, static_cast<char*>(p)};
-  return wait_for_all(c->n, "ncclCommWindowRegister", [&](int r) { return posts[r].posted != 0; });
+  posts[c->rank].number = number + 1;
+  const auto here = [=](int r) { return posts[r].number == number + 1; };
+  return when_all(c, c->n, "ncclCommWindowRegister", here, [=] {
+    if (!settings.nccl_windows) return ncclSuccess;  // as where memory is not symmetric
+    ++*(c->open_windows[number] = mappings);
+    *win = new ncclWindow_vidmem{c, number, static_cast<char*>(p)};
+    return ncclSuccess;
+  });
 }
-API ncclResult_t ncclCommWindowDeregister(ncclComm_t, ncclWindow_t) { return ncclSuccess; }
+// Other ranks' windows stay.
+API ncclResult_t ncclCommWindowDeregister(ncclComm_t c, ncclWindow_t w) {
+  Lock lock;
+  CHECK_COMM(c);
+  --*c->open_windows.at(w->number);
+  c->open_windows.erase(w->number);
+  delete w;
+  return ncclSuccess;
+}
 API ncclResult_t ncclWinGetUserPtr(ncclComm_t, ncclWindow_t w, void** p) {
   *p = w->base;
   return ncclSuccess;
@@ -246,8 +283,8 @@ API ncclResult_t ncclWinGetUserPtr(ncclComm_t, ncclWindow_t w, void** p) {
 API ncclResult_t ncclGetPeerDevicePointer(ncclWindow_t w, size_t offset, int peer, void** p) {
   Lock lock;
   if (peer < 0 || peer >= w->comm->n) return fail(ncclInvalidArgument, "no such peer");
-  const WindowPost& post = w->comm->room->windows[w->number][peer];
-  if (!post.posted) {
+  const WindowPost& post = w->comm->room->windows[w->number % kWindows][peer];
+  if (post.number != w->number + 1) {
     return fail(ncclInvalidUsage,
                 "rank " + std::to_string(peer) + " has not registered its window");
   }

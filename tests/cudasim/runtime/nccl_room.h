@@ -25,7 +25,7 @@ struct SplitPost {
   int color, key;
 };
 struct WindowPost {
-  std::atomic<int> posted;
+  std::atomic<int> number;  // of the window, plus one: places are used again
   char* base;
   size_t size;
 };
@@ -41,12 +41,15 @@ ncclResult_t fail(ncclResult_t code, const std::string& text);
 extern std::string& last_text;
 // The ranks below n that are not here, as text.
 std::string missing(int n, const std::function<bool(int)>& here);
+// Waits until `here` is true for all ranks, and then calls `finish`. With a communicator that does
+// not block this is what later queries of its state do.
+ncclResult_t when_all(ncclComm* c, int n, const std::string& what,
+                      const std::function<bool(int)>& here,
+                      const std::function<ncclResult_t()>& finish);
 // In one process the ranks enter one after the other; between processes, entering waits for all.
 ncclResult_t enter(ncclComm* c);
 // ncclSuccess when the communicator can be used. One from ncclCommSplit learns its ranks here.
 ncclResult_t check(ncclComm* c);
-// Puts the result of waiting for all ranks into words.
-ncclResult_t wait_for_all(int n, const std::string& what, const std::function<bool(int)>& here);
 
 }  // namespace sim::nccl
 
@@ -56,11 +59,15 @@ struct ncclComm {
   sim::nccl::Room* room = nullptr;
   uint64_t issued = 0, finished = 0;  // collectives that the host called; that are done
   std::vector<char*> inputs = std::vector<char*>(sim::nccl::kRing, nullptr);
-  int splits = 0, windows = 0;
+  int splits = 0, windows = 0;                         // how many were made
+  std::map<int, std::atomic<int>*> open_windows = {};  // with the count of their memory
   ncclComm* parent = nullptr;  // set until a split is resolved, which needs all ranks' colors
   int split_number = 0, color = 0, key = 0;
   bool aborted = false, destroyed = false;
-  std::vector<float> premul;  // scalars of ncclRedOpCreatePreMulSum
+  bool blocking = true;
+  std::function<ncclResult_t()> pending = {};  // of one that does not block: the call under way
+  ncclResult_t state = ncclSuccess;            // of that call
+  std::vector<float> premul;                   // scalars of ncclRedOpCreatePreMulSum
 };
 struct ncclWindow_vidmem {
   ncclComm* comm;

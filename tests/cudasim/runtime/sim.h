@@ -24,10 +24,13 @@ constexpr double kEager = 0, kLate = 1, kRandom = 2;  // orders
 struct Settings {
   double order = kEager, seed = 1;
   double devices = 1, slot = 0, memory_mb = 512, arch = 90;
-  double nvlink = 1;      // 0: devices are joined by PCIe
-  double capturing = 0;   // not zero: streams say that a graph is being captured
-  double timeout_s = 60;  // until an operation that waits for another rank is an error
-  double idle_s = 0.2;    // until a process whose host makes no calls runs what is queued
+  double nvlink = 1;        // 0: devices are joined by PCIe
+  double capturing = 0;     // not zero: streams say that a graph is being captured
+  double nccl_windows = 1;  // 0: registering a window succeeds, but makes none
+  double nccl_absent = 0;   // 1: this rank does not come where a communicator is made, 2: split
+  double nccl_hangs = 0;    // not zero: NCCL's collectives do not return until they are aborted
+  double timeout_s = 60;    // until an operation that waits for another rank is an error
+  double idle_s = 0.2;      // until a process whose host makes no calls runs what is queued
   double stuck_s = 0.05;  // until a late process that waits for others runs what they may wait for
   // The cost model. Round numbers, not measurements.
   double mem_gbps = 4000, host_gbps = 50, link_gbps = 400;
@@ -66,6 +69,9 @@ struct Region {
   size_t size;
   int device;
 };
+// How often a region is mapped: by processes that opened its handle, and by NCCL windows. It lies
+// at the end of the region's red zone, where all processes see it.
+std::atomic<int>& mappings_of(char* p, const Region& region);
 struct Heap {
   std::map<char*, size_t> holes;
   std::map<char*, Region> regions;
