@@ -133,7 +133,7 @@ class Communicator {
   virtual void poison(void* data, int64_t nbytes) { std::memset(data, 0xff, nbytes); }
 
   // Tells peers that this rank leaves (their waits fail at once and say so) and releases
-  // everything. Never waits.
+  // everything. Does not wait for them; on a GPU a second at most for what it aborts there.
   virtual void close() = 0;
 
   // What the program does now; issued collectives carry it in their tags.

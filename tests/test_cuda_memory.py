@@ -1,4 +1,4 @@
-"""Where GPU memory comes from that peers map: chosen alike on all ranks, freed when none maps it."""
+"""Memory that peers map: where it comes from, alike on all ranks; freed when no rank maps it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from cuda_training import Result, Training, run_orders
 from ranks import run_ranks, stop_pool
 
 import fsdpx.comm
+from fsdpx import CommTimeout
 from fsdpx.comm import Communicator
 
 pytestmark = [pytest.mark.simulation, pytest.mark.timeout(600)]
@@ -191,16 +192,20 @@ def test_who_leaves_first_keeps_what_others_map(source: str) -> None:
     assert second == [0, 1, 0]
 
 
+def gather_until_told(comm: Communicator, out: torch.Tensor) -> None:
+    for _ in range(100):  # the first one is issued, a later one is told
+        comm.all_gather(torch.zeros(8, device="cuda"), out).wait()
+        torch.cuda.synchronize()
+
+
 def left_alone(rank: int, world_size: int, source: str) -> str:
     """Rank 1 goes without a word; rank 0 closes all the same."""
     comm = connected(source, timeout=1.0)
     out = comm.allocate(world_size * 8)
     meet()
     if rank == 0:
-        with pytest.raises(RuntimeError):
-            for _ in range(100):
-                comm.all_gather(torch.zeros(8, device="cuda"), out).wait()
-                torch.cuda.synchronize()
+        with pytest.raises(CommTimeout, match="rank 1"):
+            gather_until_told(comm, out)
         comm.close()
     meet()
     return "closed"

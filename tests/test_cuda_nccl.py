@@ -37,7 +37,9 @@ def test_a_rank_that_does_not_come_is_an_error_within_the_limit(absent: int, cal
 
 def test_peers_map_each_other_without_nccl() -> None:
     for text in run_ranks(2, connect_without, "auto", INIT, timeout=LIMIT):
-        assert text.startswith("nvlink: all ranks map each other's GPU memory, by CUDA IPC (rank 0 ")
+        assert text.startswith(
+            "nvlink: all ranks map each other's GPU memory, by CUDA IPC (rank 0 "
+        )
         assert "ncclCommInitRankConfig of 2 ranks did not end within 1 s" in text
 
 
@@ -47,11 +49,9 @@ def hang(rank: int, world_size: int) -> str:
     x = torch.ones(8, device="cuda")
     comm.all_reduce(x).wait()
     cudasim.configure(nccl_hangs=1)
-    with pytest.raises(RuntimeError) as caught:
-        for _ in range(3):
-            comm.all_reduce(x).wait()
+    with pytest.raises(CommTimeout) as caught:
+        comm.all_reduce(x).wait()
     cudasim.configure(nccl_hangs=0)
-    assert isinstance(caught.value, CommTimeout), caught.value
     comm.close()
     return str(caught.value)
 

@@ -299,6 +299,29 @@ def test_kernels_that_wait_for_another_rank(order: str, tmp_path: Path) -> None:
     run_ranks(2, check_peers, (tmp_path / "k.ptx").read_text(), order)
 
 
+def free_shared(rank: int, world_size: int, unmapped: bool) -> str:
+    """What is wrong when each of two ranks frees memory that the other one has mapped."""
+    device = Device(cudasim.runtime)
+    data = device.allocate(256)
+    peer = exchange_pointer(rank, data)
+    if unmapped:
+        assert device.library.cudaIpcCloseMemHandle(ctypes.c_void_p(peer)) == 0
+    dist.all_reduce(torch.zeros(1))
+    device.library.cudaFree(data)
+    text: str = device.library.cudasim_fault().decode()
+    cudasim.reset()
+    return text
+
+
+@pytest.mark.parametrize("unmapped", [False, True])
+def test_memory_that_is_mapped_must_not_be_freed(unmapped: bool) -> None:
+    expected = "" if unmapped else "cudasim: memory is freed that is still mapped"
+    try:
+        assert run_ranks(2, free_shared, unmapped) == [expected] * 2
+    finally:
+        stop_pool(2)
+
+
 def train_fsdp2(rank: int, world_size: int, order: str, low: bool) -> list[float]:
     cudasim.configure(order=order, seed=2)
     torch.manual_seed(0)

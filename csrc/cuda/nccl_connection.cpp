@@ -1,5 +1,7 @@
 #include "nccl_connection.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <thread>
@@ -15,7 +17,8 @@ constexpr auto kPatience = std::chrono::seconds(1);  // a call that takes longer
 
 }  // namespace
 
-Connection::Connection(const Surroundings& surroundings) : surroundings_(surroundings) {
+Connection::Connection(const Surroundings& surroundings)
+    : surroundings_(surroundings), pid_(getpid()) {
   const DeviceGuard guard(surroundings.device());
   try {
     connect();
@@ -24,6 +27,8 @@ Connection::Connection(const Surroundings& surroundings) : surroundings_(surroun
     throw;
   }
 }
+
+Connection::~Connection() { abort(); }
 
 void Connection::connect() {
   UniqueId id = {};
@@ -140,6 +145,7 @@ std::string Connection::problem() {
 // Also how communicators that have nothing to do end: destroying would wait for the other ranks,
 // which may be gone.
 void Connection::abort() noexcept {
+  if (getpid() != pid_) return;  // in a forked child they are its parent's
   std::vector<Comm> comms;
   {
     std::lock_guard lock(mutex_);

@@ -21,6 +21,9 @@ class Connection {
  public:
   // Collective. Throws on every rank, naming one, when some rank could not connect in time.
   explicit Connection(const Surroundings& surroundings);
+  ~Connection();  // aborts
+  Connection(const Connection&) = delete;
+  Connection& operator=(const Connection&) = delete;
 
   // Another communicator of the same ranks, for collectives; lives as long as this. Collective.
   Comm split();
@@ -57,6 +60,7 @@ class Connection {
 
   const Library& nccl_ = library();
   const Surroundings surroundings_;
+  const int pid_;
   std::timed_mutex calls_;  // who holds it is inside of NCCL
   std::mutex mutex_;        // of the pointers
   Comm root_ = nullptr;

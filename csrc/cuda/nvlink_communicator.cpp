@@ -43,6 +43,7 @@ NvlinkCommunicator::NvlinkCommunicator(Surroundings surroundings,
       max_blocks_(max_blocks()) {
   check<std::runtime_error>(size() <= kMaxRanks, "comm kind 'nvlink' is for at most ", kMaxRanks,
                             " ranks, not ", size());
+  check(memory->maps_peers(), "comm kind 'nvlink' needs memory that peers map: 'ipc' or 'window'");
   const DeviceGuard guard(device());
   void* words = nullptr;
   check_cuda(cudaHostAlloc(&words, sizeof(Words), cudaHostAllocDefault), "cudaHostAlloc");
