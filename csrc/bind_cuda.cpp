@@ -78,11 +78,11 @@ shared_ptr<Communicator> exchange_on_device(const shared_ptr<Stream>& stream,
 
 shared_ptr<Communicator> nccl_communicator(const shared_ptr<Stream>& stream,
                                            const shared_ptr<Communicator>& control,
-                                           const shared_ptr<Stream>& control_stream,
-                                           double timeout) {
+                                           const shared_ptr<Stream>& control_stream, double timeout,
+                                           const std::string& memory) {
   const py::gil_scoped_release nogil;  // it waits for the other ranks
-  return std::make_shared<cuda::NcclCommunicator>(
-      surroundings(stream, control, control_stream, timeout));
+  return cuda::NcclCommunicator::connect(surroundings(stream, control, control_stream, timeout),
+                                         memory);
 }
 
 shared_ptr<Communicator> nvlink_communicator(const shared_ptr<Stream>& stream,
@@ -128,7 +128,9 @@ shared_ptr<Communicator> exchange_on_device(Streams, Control, Streams, double, p
                                             py::function, py::function) {
   refuse();
 }
-shared_ptr<Communicator> nccl_communicator(Streams, Control, Streams, double) { refuse(); }
+shared_ptr<Communicator> nccl_communicator(Streams, Control, Streams, double, const std::string&) {
+  refuse();
+}
 shared_ptr<Communicator> nvlink_communicator(Streams, Control, Streams, double, bool,
                                              const std::string&) {
   refuse();
@@ -152,7 +154,7 @@ void bind_cuda(py::module_& m) {
         "In place, enqueued on the stream: all_gather(address, bytes per rank), the others "
         "(address, dtype, numel).");
   m.def("nccl_communicator", &nccl_communicator, py::arg("stream"), py::arg("control"),
-        py::arg("control_stream"), py::arg("timeout"),
+        py::arg("control_stream"), py::arg("timeout"), py::arg("memory"),
         "Collective; an error on every rank where some did not connect in time.");
   m.def("nvlink_communicator", &nvlink_communicator, py::arg("stream"), py::arg("control"),
         py::arg("control_stream"), py::arg("timeout"), py::arg("copies"), py::arg("memory"),

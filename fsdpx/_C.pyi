@@ -278,6 +278,7 @@ def nccl_communicator(
     control: Communicator,
     control_stream: Stream,
     timeout: float,
+    memory: str,
 ) -> Communicator: ...
 def nvlink_communicator(
     stream: Stream,

@@ -71,6 +71,7 @@ CHOICES = {
     ("ipc", "auto"): f"{MAPS}CUDA IPC (asked for)",
     ("plain", "auto"): "nccl: NCCL 2.30.7; not nvlink: FSDPX_DEVICE_MEMORY is plain",
     ("plain", "nccl"): "nccl: asked for",
+    ("window", "nccl"): "nccl: asked for; it registers its memory",
     ("plain", "nvlink"): "fsdpx: comm kind 'nvlink' is impossible: FSDPX_DEVICE_MEMORY is plain",
     ("ipc", "nccl"): "fsdpx: FSDPX_DEVICE_MEMORY is ipc, but ranks that communicate by NCCL map no",
     ("pinned", "auto"): "fsdpx: FSDPX_DEVICE_MEMORY is 'pinned' on rank 0; use one of plain, ipc,",
@@ -120,14 +121,22 @@ def train(rank: int, world_size: int, source: str, training: Training) -> list[R
     return list(run_orders(rank, world_size, training, ORDERS))
 
 
-@pytest.mark.parametrize(("source", "comm"), [("ipc", "nvlink"), ("window", "nvlink")])
-def test_every_source_gives_the_bits_of_the_cpu(source: str, comm: str) -> None:
+def trained(source: str, comm: str) -> list[list[Result]]:
     stop_pool(2)  # communicators are kept
     try:
-        for cpu, *results in run_ranks(2, train, source, Training(comm=comm), timeout=LIMIT):
-            assert set(results) == {cpu}
+        return run_ranks(2, train, source, Training(comm=comm), timeout=LIMIT)
     finally:
         stop_pool(2)
+
+
+@pytest.mark.parametrize("source", ["ipc", "window"])
+def test_every_source_gives_the_bits_of_the_cpu(source: str) -> None:
+    for cpu, *results in trained(source, "nvlink"):
+        assert set(results) == {cpu}
+
+
+def test_registered_memory_gives_the_bits_of_plain_memory() -> None:
+    assert trained("window", "nccl") == trained("plain", "nccl")
 
 
 # ---- Lifetimes

@@ -1,10 +1,11 @@
 // Where the memory of a communicator on GPUs comes from, and how its ranks map each other's.
 //
-// | source   | memory                          | peers                                           |
-// | -------- | ------------------------------- | ----------------------------------------------- |
-// | `plain`  | cudaMalloc                      | map nothing                                     |
-// | `ipc`    | cudaMalloc, whole driver pieces | CUDA IPC handles                                |
-// | `window` | ncclMemAlloc (nccl_memory.h)    | NCCL windows, whose addresses NCCL tells        |
+// | source   | memory                          | peers | | -------- |
+// ------------------------------- | ------------------------------------------------- | | `plain`
+// | cudaMalloc                      | map nothing                                       | | `ipc`
+// | cudaMalloc, whole driver pieces | CUDA IPC handles                                  | |
+// `window` | ncclMemAlloc (nccl_memory.h)    | NCCL windows, whose addresses NCCL tells; for the |
+// |          |                                 | `nccl` communicator registered, and not mapped |
 #pragma once
 
 #include <cstdint>

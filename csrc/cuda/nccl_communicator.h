@@ -2,6 +2,7 @@
 // by our own pass.
 #pragma once
 
+#include <memory>
 #include <optional>
 #include <string>
 
@@ -13,8 +14,18 @@ namespace fsdpx::cuda {
 
 class NcclCommunicator final : public DeviceCommunicator {
  public:
-  // Collective. Throws on every rank when some rank could not connect in time.
-  explicit NcclCommunicator(Surroundings surroundings);
+  // Two communicators, one for each direction, so that neither's settings nor buffers are the
+  // other's.
+  struct Comms {
+    std::shared_ptr<nccl::Connection> connection;
+    nccl::Comm gathers, sums;
+  };
+
+  // Collective. `source` is "plain", or "window" for memory of NCCL's own, registered with it.
+  // Throws on every rank when some rank has no such memory, or could not connect in time.
+  static std::shared_ptr<NcclCommunicator> connect(const Surroundings& surroundings,
+                                                   const std::string& source);
+  NcclCommunicator(Surroundings surroundings, std::shared_ptr<DeviceMemory> memory, Comms comms);
 
  protected:
   void all_gather_in_place(void* data, int64_t nbytes) override;
@@ -22,15 +33,13 @@ class NcclCommunicator final : public DeviceCommunicator {
   void all_reduce_in_place(void* data, DType dtype, int64_t numel) override;
   void begin_group() override;
   void end_group() override;
-  void abort() override { connection_.abort(); }
-  std::string problem() override { return connection_.problem(); }
-  void destroy() override { connection_.abort(); }
+  void abort() override { comms_.connection->abort(); }
+  std::string problem() override { return comms_.connection->problem(); }
+  void destroy() override { comms_.connection->abort(); }
 
  private:
   const nccl::Library& nccl_ = nccl::library();
-  nccl::Connection connection_;
-  // One for each direction, so that neither's settings nor buffers are the other's.
-  const nccl::Comm gathers_, sums_;
+  const Comms comms_;
   std::optional<nccl::Connection::Calls> group_;  // while it is open
 };
 

@@ -84,12 +84,12 @@ void Connection::on_root(const char* what, const std::function<Result(Comm root)
             "use NCCL");
 }
 
-void Connection::on_root_alone(const std::function<void(Comm root)>& call) noexcept {
+void Connection::alone(const std::function<void(Comm root)>& call) noexcept {
   try {
     const Calls calls(*this);
     call(root_);
   } catch (const std::exception&) {
-    // it was aborted, and with it went what the call is about
+    // it was aborted
   }
 }
 

@@ -33,8 +33,8 @@ class Connection {
   // ready as well.
   void on_root(const char* what, const std::function<Result(Comm root)>& call,
                const Comm* made = nullptr);
-  // Where that needs no other rank. Nothing is called after abort().
-  void on_root_alone(const std::function<void(Comm root)>& call) noexcept;
+  // What needs no other rank. Nothing is called after abort(), which ended what the call is about.
+  void alone(const std::function<void(Comm root)>& call) noexcept;
 
   // Keeps abort() from freeing what NCCL is at work on, on this thread. Throws after abort().
   class Calls {

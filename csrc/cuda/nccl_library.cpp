@@ -37,9 +37,16 @@ void find(void* handle, const char* name, Function** function) {
 }
 
 // All of them, or the last one is null.
-void find_windows(void* handle, Library& lib) try {
+void find_memory(void* handle, Library& lib) try {
   find(handle, "ncclMemAlloc", &lib.ncclMemAlloc);
   find(handle, "ncclMemFree", &lib.ncclMemFree);
+  find(handle, "ncclCommRegister", &lib.ncclCommRegister);
+  find(handle, "ncclCommDeregister", &lib.ncclCommDeregister);
+} catch (const std::runtime_error&) {
+  lib.ncclCommDeregister = nullptr;
+}
+
+void find_windows(void* handle, Library& lib) try {
   find(handle, "ncclCommWindowRegister", &lib.ncclCommWindowRegister);
   find(handle, "ncclCommWindowDeregister", &lib.ncclCommWindowDeregister);
   find(handle, "ncclGetPeerDevicePointer", &lib.ncclGetPeerDevicePointer);
@@ -68,6 +75,7 @@ Library load() {
   find(handle, "ncclAllGather", &lib.ncclAllGather);
   find(handle, "ncclReduceScatter", &lib.ncclReduceScatter);
   find(handle, "ncclAllReduce", &lib.ncclAllReduce);
+  if (lib.version >= kMinVersionOfMemory) find_memory(handle, lib);
   if (lib.version >= kMinVersionOfWindows) find_windows(handle, lib);
   return lib;
 }

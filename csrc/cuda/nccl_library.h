@@ -21,8 +21,9 @@ enum RedOp : int { kSum = 0 };
 inline constexpr Result kSuccess = 0;
 inline constexpr Result kInProgress = 7;
 
-// The first version that has all of the following but windows.
+// The first version that has all of the following but memory, and windows of it.
 inline constexpr int kMinVersion = 21800;
+inline constexpr int kMinVersionOfMemory = 21900;
 inline constexpr int kMinVersionOfWindows = 22900;
 
 // ncclConfig_t as it was in kMinVersion: NCCL takes older ones, by their size and version.
@@ -59,15 +60,19 @@ struct Library {
                               Comm comm, cudaStream_t stream);
   Result (*ncclAllReduce)(const void* send, void* recv, size_t count, DataType type, RedOp op,
                           Comm comm, cudaStream_t stream);
-  // Null where has_windows() is false.
+  // Null where has_memory() is false.
   Result (*ncclMemAlloc)(void** data, size_t nbytes);
   Result (*ncclMemFree)(void* data);
+  Result (*ncclCommRegister)(Comm comm, void* data, size_t nbytes, void** handle);
+  Result (*ncclCommDeregister)(Comm comm, void* handle);
+  // Null where has_windows() is false.
   Result (*ncclCommWindowRegister)(Comm comm, void* data, size_t nbytes, Window* window, int flags);
   Result (*ncclCommWindowDeregister)(Comm comm, Window window);
   Result (*ncclGetPeerDevicePointer)(Window window, size_t offset, int peer, void** data);
   int version = 0;
 
-  bool has_windows() const { return ncclGetPeerDevicePointer != nullptr; }
+  bool has_memory() const { return ncclCommDeregister != nullptr; }
+  bool has_windows() const { return has_memory() && ncclGetPeerDevicePointer != nullptr; }
   std::string version_text() const;
   void check(Result result, const char* what, Comm comm = nullptr) const;  // throws runtime_error
 };

@@ -11,6 +11,19 @@ namespace {
 constexpr int kSymmetric = 1;  // NCCL_WIN_COLL_SYMMETRIC
 constexpr double kPatience = 1.0;
 
+Region allocate(int64_t nbytes, int device) {
+  const DeviceGuard guard(device);
+  const nccl::Library& library = nccl::library();
+  const auto size = static_cast<size_t>(whole_pieces(nbytes));
+  void* data = nullptr;
+  free_parked();
+  nccl::Result result = library.ncclMemAlloc(&data, size);
+  if (result != nccl::kSuccess && wait_for_parked(kPatience))
+    result = library.ncclMemAlloc(&data, size);
+  library.check(result, "ncclMemAlloc");
+  return owned_region(data, nbytes, device, [](void* p) { nccl::library().ncclMemFree(p); });
+}
+
 void check_library() {
   const nccl::Library& library = nccl::library();
   check<std::runtime_error>(library.has_windows(), "NCCL ", library.version_text(),
@@ -40,18 +53,7 @@ WindowMemory::WindowMemory(const Surroundings& surroundings) : MappedMemory(surr
   connection_ = std::make_shared<nccl::Connection>(surroundings);
 }
 
-Region WindowMemory::make(int64_t nbytes) {
-  const DeviceGuard guard(surroundings_.device());
-  const nccl::Library& library = nccl::library();
-  void* data = nullptr;
-  free_parked();
-  nccl::Result result = library.ncclMemAlloc(&data, whole_pieces(nbytes));
-  if (result != nccl::kSuccess && wait_for_parked(kPatience))
-    result = library.ncclMemAlloc(&data, whole_pieces(nbytes));
-  library.check(result, "ncclMemAlloc");
-  return owned_region(data, nbytes, surroundings_.device(),
-                      [](void* p) { nccl::library().ncclMemFree(p); });
-}
+Region WindowMemory::make(int64_t nbytes) { return allocate(nbytes, surroundings_.device()); }
 
 WindowMemory::Mapped WindowMemory::map(const Region& region) {
   nccl::Window window = nullptr;
@@ -61,7 +63,7 @@ WindowMemory::Mapped WindowMemory::map(const Region& region) {
   });
   const auto deregister = [connection = connection_, device = surroundings_.device()](void* made) {
     if (made == nullptr) return;
-    connection->on_root_alone([&](nccl::Comm root) {
+    connection->alone([&](nccl::Comm root) {
       const DeviceGuard guard(device);
       nccl::library().ncclCommWindowDeregister(root, static_cast<nccl::Window>(made));
     });
@@ -77,6 +79,34 @@ WindowMemory::Mapped WindowMemory::map(const Region& region) {
 void WindowMemory::close() noexcept {
   connection_->abort();
   MappedMemory::close();
+}
+
+// ---- Registered
+
+RegisteredMemory::RegisteredMemory(int device, std::shared_ptr<nccl::Connection> connection,
+                                   std::vector<nccl::Comm> comms)
+    : device_(device), connection_(std::move(connection)), comms_(std::move(comms)) {}
+
+Region RegisteredMemory::make(int64_t nbytes) {
+  const nccl::Library& library = nccl::library();
+  Region region = allocate(nbytes, device_);
+  std::vector<std::shared_ptr<void>> handles;
+  for (const nccl::Comm comm : comms_) {
+    const nccl::Connection::Calls calls(*connection_);
+    void* made = nullptr;
+    library.check(library.ncclCommRegister(comm, region.data,
+                                           static_cast<size_t>(whole_pieces(nbytes)), &made),
+                  "ncclCommRegister", comm);
+    handles.emplace_back(made, [connection = connection_, comm](void* handle) {
+      connection->alone([&](nccl::Comm) { nccl::library().ncclCommDeregister(comm, handle); });
+    });
+  }
+  region.owner = {region.data,
+                  [memory = std::move(region.owner), handles = std::move(handles)](void*) mutable {
+                    handles.clear();  // before the memory goes
+                    memory.reset();
+                  }};
+  return region;
 }
 
 }  // namespace fsdpx::cuda

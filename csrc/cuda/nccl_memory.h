@@ -1,7 +1,8 @@
-// Memory of NCCL's that ranks map through its windows.
+// Memory of NCCL's own: mapped by ranks through its windows, or registered with communicators.
 #pragma once
 
 #include <memory>
+#include <vector>
 
 #include "device_memory.h"
 #include "nccl_connection.h"
@@ -20,6 +21,20 @@ class WindowMemory final : public MappedMemory {
 
  private:
   std::shared_ptr<nccl::Connection> connection_;
+};
+
+// Peers map nothing; NCCL's collectives need not copy what is registered.
+class RegisteredMemory final : public DeviceMemory {
+ public:
+  RegisteredMemory(int device, std::shared_ptr<nccl::Connection> connection,
+                   std::vector<nccl::Comm> comms);
+  Region make(int64_t nbytes) override;
+  bool maps_peers() const override { return false; }
+
+ private:
+  const int device_;
+  const std::shared_ptr<nccl::Connection> connection_;
+  const std::vector<nccl::Comm> comms_;
 };
 
 }  // namespace fsdpx::cuda

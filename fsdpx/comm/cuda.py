@@ -95,12 +95,14 @@ def _connect(
     if chosen.name == "local":
         return _C.local_communicator(*surroundings), reason
     if chosen.name == "nccl":
-        if source not in ("", "plain"):
+        if source == "ipc":
             raise ValueError(
                 f"fsdpx: {SWITCH} is {source}, but ranks that communicate by NCCL map no memory of "
-                f"each other ({reason}); use plain, or comm='nvlink'"
+                f"each other ({reason}); use plain or window, or comm='nvlink'"
             )
-        return _C.nccl_communicator(*surroundings), reason
+        if source == "window":
+            reason += "; it registers its memory"
+        return _C.nccl_communicator(*surroundings, source or "plain"), reason
     timeout = surroundings[-1]
     return c10d.connect_on_device(group, surroundings, torch_stream, timeout), reason
 

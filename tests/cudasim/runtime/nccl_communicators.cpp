@@ -184,7 +184,9 @@ API ncclResult_t ncclCommAbort(ncclComm_t c) {
   if (!c) return ncclSuccess;
   c->aborted = true;
   for (const auto& [number, mappings] : c->open_windows) --*mappings;
+  for (const auto& [data, mappings] : c->registered) --*mappings;
   c->open_windows.clear();
+  c->registered.clear();
   return ncclSuccess;
 }
 API ncclResult_t ncclCommGetAsyncError(ncclComm_t c, ncclResult_t* e) {
@@ -213,11 +215,27 @@ API ncclResult_t ncclCommCuDevice(const ncclComm_t c, int* d) {
   *d = c->dev;
   return ncclSuccess;
 }
-API ncclResult_t ncclCommRegister(const ncclComm_t, void*, size_t, void** h) {
-  *h = nullptr;
+// Counts as a window, but for this rank alone.
+API ncclResult_t ncclCommRegister(const ncclComm_t c, void* p, size_t, void** h) {
+  Lock lock;
+  CHECK_COMM(c);
+  const auto* region = device_heap.find(p);
+  if (!region) return fail(ncclInvalidArgument, "ncclCommRegister: not memory of this process");
+  ++*(c->registered[p] = &mappings_of(region->first, region->second));
+  *h = p;
   return ncclSuccess;
 }
-API ncclResult_t ncclCommDeregister(const ncclComm_t, void*) { return ncclSuccess; }
+API ncclResult_t ncclCommDeregister(const ncclComm_t c, void* h) {
+  Lock lock;
+  CHECK_COMM(c);
+  const auto registered = c->registered.find(h);
+  if (registered == c->registered.end()) {
+    return fail(ncclInvalidArgument, "ncclCommDeregister: not registered");
+  }
+  --*registered->second;
+  c->registered.erase(registered);
+  return ncclSuccess;
+}
 API const char* ncclGetLastError(ncclComm_t) { return last_text.c_str(); }
 API const char* ncclGetErrorString(ncclResult_t r) {
   static const char* const names[] = {"no error",       "unhandled cuda error", "system error",

@@ -59,8 +59,10 @@ struct ncclComm {
   sim::nccl::Room* room = nullptr;
   uint64_t issued = 0, finished = 0;  // collectives that the host called; that are done
   std::vector<char*> inputs = std::vector<char*>(sim::nccl::kRing, nullptr);
-  int splits = 0, windows = 0;                         // how many were made
-  std::map<int, std::atomic<int>*> open_windows = {};  // with the count of their memory
+  int splits = 0, windows = 0;  // how many were made
+  // With the counts of their memory.
+  std::map<int, std::atomic<int>*> open_windows = {};
+  std::map<void*, std::atomic<int>*> registered = {};
   ncclComm* parent = nullptr;  // set until a split is resolved, which needs all ranks' colors
   int split_number = 0, color = 0, key = 0;
   bool aborted = false, destroyed = false;
