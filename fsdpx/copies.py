@@ -11,6 +11,7 @@ from torch import nn
 from .attributes import install_parameters, watch
 from .collect import managed_modules
 from .conversions import layout_of
+from .post_forward import PostForward
 from .unit import Phase, Unit, containers, unit_of
 
 _UNDERWAY = "fsdpx: what is being copied"
@@ -65,6 +66,8 @@ def _twin(unit: Unit, memo: dict[Any, Any]) -> Unit:
         )
     with torch.inference_mode(False):
         twin = unit.twin(layout_of(unit))
+        if unit.post_forward is not None:
+            twin.post_forward = PostForward(twin, unit.post_forward.group.size)
     for group in (unit.group.process_group, unit.group.replicate_group):
         memo[id(group)] = group  # the same ranks
     for old, new in zip(unit.parameters, twin.parameters, strict=True):

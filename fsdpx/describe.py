@@ -13,7 +13,7 @@ from .schedule import Schedule
 from .unit import Unit, units
 
 _MIB = 2**20
-_OF_OFFLOAD = ("staging", "host_shards", "host_gradients")
+_SELDOM = ("resharded", "staging", "host_shards", "host_gradients")
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class UnitDescription:
         zero_stage: 1, 2 or 3.
         kept: Whether it stays gathered from forward to backward (in stages 1 and 2 until its
             weights change).
+        post_forward_ranks: How many ranks share it from forward to backward, if not `world_size`;
+            else None.
         offloaded: Whether shards and gradients are in CPU memory though the ranks compute on GPUs.
     """
 
@@ -49,6 +51,7 @@ class UnitDescription:
     gradient_bytes: int
     zero_stage: int
     kept: bool
+    post_forward_ranks: int | None
     offloaded: bool
 
 
@@ -65,6 +68,7 @@ class MemoryDescription:
         staging: The largest share of an offloaded unit, on its way to or from CPU memory.
         arenas: Slots of the scheduled units, all nesting levels.
         kept: Memory of units that stay gathered.
+        resharded: What is kept from forward to backward for gathers within smaller groups.
         accumulated: Full gradients, in the reduce dtype, of units of stage 1; only while
             micro-batches add up.
         unit_gradients: Full gradients of the largest unit, as backward makes them.
@@ -79,6 +83,7 @@ class MemoryDescription:
     staging: int
     arenas: int
     kept: int
+    resharded: int
     accumulated: int
     unit_gradients: int
     send_buffers: int
@@ -108,6 +113,8 @@ class Description:
         for unit in self.units:
             pad = 100 * unit.padding_bytes / max(1, unit.gathered_bytes)
             kept = ", kept" if unit.kept else ""
+            if unit.post_forward_ranks is not None:
+                kept = f", shared by {unit.post_forward_ranks} from forward to backward"
             where = " in CPU memory" if unit.offloaded else ""
             lines.append(
                 f"  {unit.name}: {unit.num_parameters} parameters, {unit.numel:,} elements, "
@@ -119,7 +126,7 @@ class Description:
         memory = self.memory
         lines.append("memory of a step on this rank, without activations and optimizer state")
         for name, num_bytes in memory.parts:
-            if num_bytes or name not in _OF_OFFLOAD:
+            if num_bytes or name not in _SELDOM:
                 lines.append(f"  {name.replace('_', ' ')}: {_mib(num_bytes)}")
         lines.append(f"  total: {_mib(memory.total)}")
         return "\n".join(lines)
@@ -152,7 +159,8 @@ def describe(model: nn.Module) -> Description:
 
 
 def _describe_unit(unit: Unit, schedule: Schedule) -> UnitDescription:
-    layout = unit.layout
+    layout, residency = unit.layout, schedule.residency
+    few = unit.post_forward if not residency.has_own_memory(unit) else None
     return UnitDescription(
         name=unit.name,
         comm=unit.comm.kind,
@@ -165,7 +173,8 @@ def _describe_unit(unit: Unit, schedule: Schedule) -> UnitDescription:
         shard_bytes=layout.shard_bytes,
         gradient_bytes=layout.trainable_bytes,
         zero_stage=unit.zero.stage,
-        kept=schedule.residency.has_own_memory(unit),
+        kept=residency.has_own_memory(unit),
+        post_forward_ranks=few.group.size if few else None,
         offloaded=unit.is_offloaded,
     )
 
@@ -182,6 +191,11 @@ def _describe_memory(
         staging=max((_shard_bytes([unit]) for unit in on_host), default=0),
         arenas=sum(sum(memory.arena_num_bytes.values()) for memory in memories),
         kept=sum(unit.gathered_bytes for unit in described if unit.kept),
+        resharded=sum(
+            unit.post_forward.num_bytes
+            for unit, each in zip(found, described, strict=True)
+            if unit.post_forward and each.post_forward_ranks
+        ),
         accumulated=sum(unit.accumulated_bytes for unit in found if unit.zero.stage == 1),
         unit_gradients=max((unit.gradient_bytes for unit in described), default=0),
         send_buffers=_send_buffers(found),

@@ -17,6 +17,7 @@ from .layout import Granularity
 from .mesh import ShardGroup, resolve_mesh
 from .module import FSDPModule
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .post_forward import PostForward
 from .probe import check_torch
 from .unit import Unit, UnitOptions, unit_of
 from .zero import STAGES
@@ -57,8 +58,10 @@ def fully_shard(  # type: ignore[misc]  # the overloads leave the options to thi
             `offload_policy` offloads from it.
         reshard_after_forward: Whether to free the parameters between forward and backward. None:
             as `zero_stage` wants; in stage 3 True, but False for the outermost module, whose
-            parameters backward needs at once. The number of ranks that share the parameters counts
-            as True, and 1 as False; other numbers are not supported.
+            parameters backward needs at once. A number k, a divisor of the number of ranks that
+            share the parameters: each rank keeps 1/k of them, in the compute dtype, from forward
+            to backward, which then gathers within groups of k neighbours (of one host, say). The
+            number of all ranks that share counts as True, and 1 as False.
         shard_placement_fn: Not supported; see `granularity`.
         mp_policy: Dtypes of computation and reduction; see `MixedPrecisionPolicy`.
         offload_policy: `CPUOffloadPolicy()` keeps shards, gradients and so optimizer state in CPU
@@ -93,9 +96,11 @@ def fully_shard(  # type: ignore[misc]  # the overloads leave the options to thi
     offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
     parameters = (p for m in modules for p in m.parameters())
     group, device = resolve_mesh(mesh, comm, parameters, offloads=offload is not None)
-    reshard = _check_reshard(reshard_after_forward, zero_stage, group.size)
+    reshard, few = _check_reshard(reshard_after_forward, zero_stage, group.size)
     options = UnitOptions(policy, reshard, prefetch, granularity, zero_stage, offload)
-    make_unit(modules, group, device, options, ignored_params or set())
+    unit = make_unit(modules, group, device, options, ignored_params or set())
+    if few is not None:
+        unit.post_forward = PostForward(unit, few)
     for each in modules:
         each.__class__ = sharded_class(type(each), FSDPModule)
     return module
@@ -152,23 +157,27 @@ def _check_options(
         raise ValueError(f"fully_shard: comm must be one of {', '.join(KINDS)}; got {comm!r}")
 
 
-def _check_reshard(value: bool | int | None, stage: int, size: int) -> bool | None:
-    """`reshard_after_forward` as a truth, or None."""
+def _check_reshard(
+    value: bool | int | None, stage: int, size: int
+) -> tuple[bool | None, int | None]:
+    """`reshard_after_forward` as a truth or None, and the size of a smaller group, or None."""
+    few = None
+    if not isinstance(value, int | None) or (type(value) is int and (value < 1 or size % value)):
+        raise ValueError(
+            f"fully_shard: reshard_after_forward={value!r} is not possible: give True, False, "
+            f"None, or a divisor of the number of ranks that share the parameters ({size})"
+        )
     if value is None or isinstance(value, bool):
         reshard = value
-    elif value in (1, size):
-        reshard = value != 1
     else:
-        raise ValueError(
-            f"fully_shard: reshard_after_forward={value!r} is not supported: give True, False, "
-            f"None, or the number of ranks that share the parameters ({size})"
-        )
+        reshard = value != 1
+        few = value if 1 < value < size else None
     if reshard and stage < 3:
         raise ValueError(
             f"fully_shard: reshard_after_forward={value!r} contradicts zero_stage={stage}, which "
             "keeps parameters gathered: use zero_stage=3"
         )
-    return reshard
+    return reshard, few
 
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:

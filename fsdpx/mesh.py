@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+from .comm import timeout_of
+
+# Of each group the smaller groups that this rank is in, by their size.
+_smaller: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -95,3 +102,20 @@ def shard_group(group: Any, kind: str, replicate: Any = None) -> ShardGroup:
     if num_replicas == 1:
         replicate = None
     return ShardGroup(group, rank, size, kind, replicate, num_replicas)
+
+
+def smaller_group(group: ShardGroup, size: int) -> ShardGroup:
+    """The group of `size` neighbours that this rank is in among those that share; made at the first
+    use, collectively among the neighbours.
+
+    Args:
+        group: The ranks that share.
+        size: Divides their number.
+    """
+    known = _smaller.setdefault(group.process_group, {})
+    if size not in known:
+        first = group.rank // size * size
+        ranks = dist.get_process_group_ranks(group.process_group)[first : first + size]
+        limit = timedelta(seconds=timeout_of(group.process_group))
+        known[size] = dist.new_group(ranks, timeout=limit, use_local_synchronization=True)
+    return ShardGroup(known[size], group.rank % size, size, group.kind)

@@ -145,9 +145,17 @@ class FSDPModule:
             unit.all_reduce_hook = hook
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether parameters are freed between forward and backward."""
+        """Whether parameters are freed between forward and backward; takes the place of a number
+        of ranks that `fully_shard` was given.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                f"set_reshard_after_forward: got {reshard_after_forward!r}: give True or False; a "
+                "number of ranks is for fully_shard(reshard_after_forward=...)"
+            )
         for unit in self._units(recurse):
             unit.zero.reshard_after_forward = reshard_after_forward
+            unit.post_forward = None
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True

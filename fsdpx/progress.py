@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from .comm import Communicator
 from .errors import DesyncError
+from .post_forward import communicators_of
 from .unit import Unit
 
 # As in csrc/communicator.h
@@ -20,7 +21,8 @@ class Progress:
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        found = [comm for unit in units for comm in (unit.comm, unit.replicate_comm) if comm]
+        of_units = [[*communicators_of(unit), unit.replicate_comm] for unit in units]
+        found = [comm for comms in of_units for comm in comms if comm]
         self.communicators: list[Communicator] = list(dict.fromkeys(found))
         self._step, self._forward = 1, 0
         self._failed: Unit | None = None  # the innermost unit whose forward raised

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from . import _C
 from .comm import Communicator
 from .memory import Memory, Place, arena_bytes
+from .post_forward import communicators_of
 from .unit import Storage, Unit
 
 _PATIENCE = 10.0  # seconds
@@ -29,8 +30,9 @@ class Residency:
         # The latest gather of each communicator; those of offloaded units apart.
         self._latest: dict[tuple[Communicator, bool], tuple[Unit, _C.Event]] = {}
         for unit in units:
-            if unit.gathered_bytes and unit.comm not in self.memories:
-                self.memories[unit.comm] = Memory(unit.comm)
+            for comm in communicators_of(unit):
+                if unit.gathered_bytes and comm not in self.memories:
+                    self.memories[comm] = Memory(comm)
         self._with_own: list[Unit] | None = None  # for whom the arenas need no room
         self.size_arenas(units)
 
@@ -44,7 +46,8 @@ class Residency:
         scheduled = [u for u in order if u.gathered_bytes and not self.has_own_memory(u)]
         for comm, memory in self.memories.items():
             for level in sorted(set(self.levels.values())):
-                mine = [u for u in scheduled if u.comm is comm and self.levels[u] == level]
+                users = [u for u in scheduled if comm in communicators_of(u)]
+                mine = [u for u in users if self.levels[u] == level]
                 window = 1 + max((unit.options.prefetch for unit in mine), default=0)
                 memory.resize(level, arena_bytes([u.gathered_bytes for u in mine], window))
 
@@ -66,8 +69,20 @@ class Residency:
 
     # ---- Gathering
 
-    def gather(self, unit: Unit) -> None:
-        """Issues the unit's gather unless it is gathered or on its way with the present weights."""
+    def keep_for_backward(self, unit: Unit) -> None:
+        """Keeps what a smaller group of ranks will gather in backward, where there is one and the
+        unit is about to be freed.
+        """
+        if unit.post_forward is not None and not self.has_own_memory(unit):
+            unit.post_forward.keep()
+
+    def gather(self, unit: Unit, *, in_backward: bool = False) -> None:
+        """Issues the unit's gather unless it is gathered or on its way with the present weights.
+
+        Args:
+            unit: What to gather.
+            in_backward: Whether a backward runs: then from what was kept for it, if anything was.
+        """
         if unit.storage is not Storage.SHARDED:
             if unit.pins or not unit.is_stale:
                 self._touch(unit)
@@ -76,7 +91,12 @@ class Residency:
                 unit.check_unedited()
             self.free(unit)
         if unit.gathered_bytes:
-            unit.start_gather(self._place(unit))
+            few = unit.post_forward if in_backward else None
+            borrows = not unit.kept_by_user and not self.has_own_memory(unit)
+            if few and few.kept and borrows:
+                few.start_gather(self._place(unit, few.comm))
+            else:
+                unit.start_gather(self._place(unit, unit.comm))
             assert unit.gathered is not None
             self._latest[unit.comm, unit.is_offloaded] = unit, unit.gathered.event
             self._touch(unit)
@@ -104,26 +124,27 @@ class Residency:
         self._resident.pop(unit, None)
         self._resident[unit] = None
 
-    def _place(self, unit: Unit) -> Place:
-        memory = self.memories[unit.comm]
+    def _place(self, unit: Unit, comm: Communicator) -> Place:
+        memory = self.memories[comm]
         if unit.kept_by_user or self.has_own_memory(unit):
             if unit not in self._own:
                 self._own[unit] = memory.take_overflow(unit.gathered_bytes)
             return self._own[unit]
         if unit in self._own:  # it has no memory of its own any longer
-            memory.give(self._own.pop(unit))
+            self.memories[unit.comm].give(self._own.pop(unit))
         level = self.levels[unit]
         while (place := memory.take(level, unit.gathered_bytes)) is None:
-            victim = self._victim(unit)
+            victim = self._victim(unit, comm)
             if victim is None:
                 return memory.take_overflow(unit.gathered_bytes)
             self.free(victim)
         return place
 
-    def _victim(self, unit: Unit) -> Unit | None:
-        """The least recently used unit whose place `unit` could take."""
+    def _victim(self, unit: Unit, comm: Communicator) -> Unit | None:
+        """The least recently used unit whose place in memory of `comm` `unit` could take."""
         for other in self._resident:
-            same_arena = self.levels[other] == self.levels[unit] and other.comm is unit.comm
+            assert other.gathered is not None
+            same_arena = self.levels[other] == self.levels[unit] and other.gathered.comm is comm
             if (
                 same_arena
                 and not other.pins
@@ -140,20 +161,23 @@ class Residency:
         """Frees a unit's full parameters; the next read gathers them again."""
         if unit.storage is Storage.SHARDED:
             return
+        assert unit.gathered is not None
+        memory = self.memories[unit.gathered.comm]
         place = unit.free()
         del self._resident[unit]
         own = self._own.get(unit)
         if own is None or own.region != place.region:
-            self.memories[unit.comm].give(place)
+            memory.give(place)
         elif self.has_own_memory(unit):
             self._own[unit] = place
         else:  # unshard() by the user lent it
             del self._own[unit]
-            self.memories[unit.comm].give(place)
+            memory.give(place)
 
     def drop(self, unit: Unit) -> None:
         """Frees a unit, and memory of its own: it will need more or less."""
         self.free(unit)
+        self.forget_kept([unit])
         if unit in self._own:
             self.memories[unit.comm].give(self._own.pop(unit))
 
@@ -162,6 +186,12 @@ class Residency:
         for unit in list(self._resident):
             if not unit.pins and not unit.kept_by_user and not keep(unit):
                 self.free(unit)
+
+    def forget_kept(self, units: Iterable[Unit]) -> None:
+        """Drops what was kept for backward."""
+        for unit in units:
+            if unit.post_forward is not None:
+                unit.post_forward.forget()
 
     def free_stale(self, among: Iterable[Unit] | None = None) -> None:
         """Frees units that stayed gathered, and whose shard or full parameters have changed on any
@@ -189,5 +219,6 @@ class Residency:
         """Frees all units and gives all memory back."""
         for unit in list(self._resident):
             self.free(unit)
+        self.forget_kept(self.levels)
         for memory in self.memories.values():
             memory.release()

@@ -130,7 +130,7 @@ class Schedule:
                 "forward: one model is trained by one thread at a time"
             )
         unit.refresh()
-        self.residency.gather(unit)
+        self._gather(unit)
         unit.pins += 1  # now: the gathers of the next units must not take its place
         try:
             self._begin_pass(unit, recompute)
@@ -153,6 +153,9 @@ class Schedule:
             self._forward_now.append(unit)
             self._prefetch(self._forward, unit.forward_prefetch, unit)
 
+    def _gather(self, unit: Unit) -> None:
+        self.residency.gather(unit, in_backward=bool(self._tasks))
+
     def _prefetch(self, order: Order, chosen: Sequence[Unit] | None, unit: Unit) -> None:
         """Issues the gathers of the units after `unit`: those that the user chose, else by the
         order.
@@ -162,7 +165,7 @@ class Schedule:
         for following in chosen:
             mine = following.listener is self  # a child may be called by itself
             if mine and following.storage is Storage.SHARDED and not following.pins:
-                self.residency.gather(following)
+                self._gather(following)
 
     def end_forward(self, unit: Unit, ok: bool) -> None:
         """After a unit's forward, also one that raised (`ok` false)."""
@@ -197,6 +200,8 @@ class Schedule:
         if unit.num_calls % len(unit.modules):
             return  # one of several modules: the others need the unit too
         if not self.residency.is_kept(unit) and not unit.kept_by_user:
+            if torch.is_grad_enabled():
+                self.residency.keep_for_backward(unit)
             self.residency.free(unit)
         elif torch.is_grad_enabled():
             unit.native.set_notify(True)  # its first read in backward starts the next gathers
@@ -265,7 +270,7 @@ class Schedule:
     def _visit_in_backward(self, unit: Unit) -> None:
         if self._backward.expects(unit):
             self._backward.visit(unit)
-        self.residency.gather(unit)
+        self._gather(unit)
         self._prefetch(self._backward, unit.backward_prefetch, unit)
 
     def on_first_gradient(self, unit: Unit) -> None:
@@ -407,6 +412,7 @@ class Schedule:
     def free_after_backward(self) -> None:
         """Frees what need not be gathered until the next forward."""
         self.residency.free_others(keep=lambda unit: unit.zero.keeps_after_backward)
+        self.residency.forget_kept(self.units)
 
     def _settle(self) -> None:
         for unit in reversed(self.units):  # gradients came, though not all that were expected
@@ -436,7 +442,7 @@ class Schedule:
             unit.refresh()
             self.residency.free_stale([unit])
         unit.kept_by_user = True
-        self.residency.gather(unit)
+        self._gather(unit)
 
     def finish_unshard(self, unit: Unit) -> None:
         unit.finish_gather()

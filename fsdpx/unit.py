@@ -48,6 +48,7 @@ class UnitOptions:
 class Pending(NamedTuple):
     """A gather, in flight or attached: its place and the end of its collective together."""
 
+    comm: Communicator
     event: _C.Event
     place: Place
     generation: int
@@ -90,6 +91,7 @@ class Unit:
         self._nothing = torch.empty(1, device="cpu")  # what a unit without elements is attached to
         self.lay_out(layout)
         self.zero = ZeroPolicy(options.zero_stage, options.reshard_after_forward)
+        self.post_forward: Any = None  # a PostForward, where a smaller group shares it then
         self.gradient_divisor: float = group.size * group.num_replicas
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.forward_prefetch: Sequence[Unit] | None = None  # chosen by the user
@@ -220,6 +222,8 @@ class Unit:
             made: Communicator | None = self.__dict__.get(name)
             if made is not None and made.closed:
                 del self.__dict__[name]
+        if self.post_forward is not None:
+            self.post_forward.forget_closed()
 
     @property
     def wire_bytes(self) -> int:
@@ -307,13 +311,19 @@ class Unit:
             self._followed = generation
         staged = self.is_offloaded and staging.copies(comm, self.shards.flat)
         plan = self._make_gather_plan(staged) if staged else self._plan_gather
+        self.issue_gather(comm, plan, place, generation, self.shards.flat)
+
+    def issue_gather(
+        self, comm: Communicator, plan: _C.GatherPlan, place: Place, generation: int, used: Any
+    ) -> None:
+        """Issues an all-gather by `comm`, which runs on the unit's stream."""
+        stream, recorder = self.comm.stream, self.comm.recorder
         for mark in place.free_after:
-            comm.stream.follow(mark)
-        recording = comm.recorder.enabled
-        issued = comm.stream.reached() if recording else time.monotonic_ns()
-        event = comm.native.all_gather(comm.stream, plan, place.region, place.offset, comm.recorder)
-        comm.in_flight.add(event, self.shards.flat)
-        self.gathered = Pending(event, place, generation, issued)
+            stream.follow(mark)
+        issued = stream.reached() if recorder.enabled else time.monotonic_ns()
+        event = comm.native.all_gather(stream, plan, place.region, place.offset, recorder)
+        comm.in_flight.add(event, used)
+        self.gathered = Pending(comm, event, place, generation, issued)
         self._to_storage(Storage.GATHERING)
 
     def _make_gather_plan(self, shards: Sequence[torch.Tensor]) -> _C.GatherPlan:

@@ -36,6 +36,7 @@ PYTHON_ROWS = (
     ("mesh",),
     ("shards",),
     ("unit",),
+    ("post_forward",),
     ("gradients", "collect", "order", "progress", "attributes", "residency"),
     ("conversions",),
     ("schedule", "changes", "copies", "backward_inputs"),
