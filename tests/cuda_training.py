@@ -43,6 +43,7 @@ class Training:
         checkpoint: Blocks recompute their forward.
         zero_stage: As `fully_shard` takes it.
         replicas: HSDP: copies of each share.
+        few: Ranks that share each block from forward to backward; 0: all.
         offload: Shards live in CPU memory: "pinned" or "pageable".
         converted: The last step is in fp64.
         num_steps: Optimizer steps.
@@ -59,6 +60,7 @@ class Training:
     checkpoint: bool = False
     zero_stage: int = 3
     replicas: int = 1
+    few: int = 0
     offload: str = ""
     converted: bool = False
     num_steps: int = 2
@@ -120,7 +122,7 @@ def shard(training: Training, device: str, world_size: int) -> Any:
     if training.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=training.offload == "pinned")
     for block in model.blocks:
-        fully_shard(block, **options)
+        fully_shard(block, reshard_after_forward=training.few or None, **options)
     model = fully_shard(model, **options)
     return model if training.offload else model.to(device)
 

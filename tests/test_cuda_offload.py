@@ -49,6 +49,7 @@ RUNS = {
     "frozen": run(frozen=True),
     "converted": run(converted=True),
     "checkpointing": run(checkpoint=True, low=True),
+    "smaller groups": run(4, few=2, low=True),
     "replicas": run(4, replicas=2, num_micro_batches=2),
 }
 

@@ -59,3 +59,10 @@ def test_ways_to_train(way: str) -> None:
 
 def test_hsdp() -> None:
     check(4, Training(replicas=2), ORDERS, exact=True)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("comm", ["nvlink", "nvlink-copy", "nccl", "c10d"])
+def test_smaller_groups(comm: str, prefetch: int) -> None:
+    training = Training(comm=comm, few=2, prefetch=prefetch, low=True, num_micro_batches=2)
+    check(4, training, ORDERS, exact=comm.startswith("nvlink"))

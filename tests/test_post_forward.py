@@ -230,6 +230,7 @@ def test_what_the_user_says_later_wins() -> None:
     assert found[1][among_few] == 2  # what stays after backward is gathered among all
     assert found[2][among_few] == 1
     assert found[3][among_few] == 0
+    assert "parameters of unit '0' were changed" in errors[1]
 
 
 def refuse(rank: int, world_size: int) -> list[str]:

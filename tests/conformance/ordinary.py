@@ -44,6 +44,11 @@ def keep_gathered(rank: int, world_size: int) -> None:
     check_one_step(small_mlp(), rank, world_size, reshard_after_forward=False)
 
 
+@case("units are shared by two ranks between forward and backward", world_size=4)
+def reshard_to_two(rank: int, world_size: int) -> None:
+    check_one_step(small_mlp(), rank, world_size, reshard_after_forward=2)
+
+
 @case("many steps of AdamW with clipping")
 def adamw_20_steps(rank: int, world_size: int) -> None:
     pair = Pair(small_mlp())
