@@ -209,7 +209,7 @@ def gather_until_told(comm: Communicator, out: torch.Tensor) -> None:
 
 def left_alone(rank: int, world_size: int, source: str) -> str:
     """Rank 1 goes without a word; rank 0 closes all the same."""
-    comm = connected(source, timeout=1.0)
+    comm = connected(source, timeout=4.0)
     out = comm.allocate(world_size * 8)
     meet()
     if rank == 0:

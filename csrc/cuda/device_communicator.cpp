@@ -62,7 +62,7 @@ void DeviceCommunicator::check_usable() const {
 
 void DeviceCommunicator::run(const std::function<void()>& passes) {
   try {
-    const Watchdog::Call call(watchdog(), collective_in_words());
+    const Watchdog::Call call(watchdog(), announced_);
     passes();
   } catch (...) {
     check_usable();
@@ -103,8 +103,8 @@ void DeviceCommunicator::fail(std::exception_ptr error) noexcept {
 std::shared_ptr<const LateFlags> DeviceCommunicator::announce(const Announcement& announcement,
                                                               std::vector<uint8_t> flags) {
   check_usable();
-  ++sequence_;
-  announced_ = describe(announcement);
+  announced_ =
+      detail::concat("rank ", rank(), ": collective ", ++sequence_, ", ", describe(announcement));
   auto late = std::make_shared<LateFlags>();
   late->flags = std::move(flags);
   late->known = surroundings_.control_stream->enqueue(
@@ -132,10 +132,6 @@ void DeviceCommunicator::agree(const Announcement& announcement, std::vector<uin
   flags = agree_now(announcement, std::move(flags));
 }
 
-std::string DeviceCommunicator::collective_in_words() const {
-  return detail::concat("rank ", rank(), ": collective ", sequence_, ", ", announced_);
-}
-
 Watchdog& DeviceCommunicator::watchdog() {
   if (watchdog_ == nullptr)
     watchdog_ = std::make_unique<Watchdog>(
@@ -152,7 +148,7 @@ Watchdog& DeviceCommunicator::watchdog() {
 }
 
 void DeviceCommunicator::note_issued(std::shared_ptr<Event> event) {
-  watchdog().watch(event, collective_in_words() + ", on the GPU");
+  watchdog().watch(event, announced_ + ", on the GPU");
   last_ = std::move(event);
 }
 

@@ -111,7 +111,6 @@ class DeviceCommunicator : public Communicator,
   std::shared_ptr<const LateFlags> announce(const Announcement& announcement,
                                             std::vector<uint8_t> flags);
   Watchdog& watchdog();
-  std::string collective_in_words() const;  // the last one
   std::vector<uint8_t> agree_now(const Announcement& announcement, std::vector<uint8_t> flags);
   Region find_region(int64_t number) const;
   void check_gather(const GatherOp& op, const Region& region) const;
@@ -122,7 +121,7 @@ class DeviceCommunicator : public Communicator,
   const Surroundings surroundings_;
   const std::shared_ptr<DeviceMemory> memory_;
   const int pid_;
-  std::string announced_;  // the last announcement, in words
+  std::string announced_;  // the last one, with its rank and number, in words
   uint64_t sequence_ = 0;
 
   mutable std::mutex regions_mutex_;

@@ -36,7 +36,7 @@ void find(void* handle, const char* name, Function** function) {
                                    kMinVersion / 100 % 100);
 }
 
-// All of them, or the last one is null.
+// All of these, or the last one is null.
 void find_memory(void* handle, Library& lib) try {
   find(handle, "ncclMemAlloc", &lib.ncclMemAlloc);
   find(handle, "ncclMemFree", &lib.ncclMemFree);
@@ -46,6 +46,7 @@ void find_memory(void* handle, Library& lib) try {
   lib.ncclCommDeregister = nullptr;
 }
 
+// The same.
 void find_windows(void* handle, Library& lib) try {
   find(handle, "ncclCommWindowRegister", &lib.ncclCommWindowRegister);
   find(handle, "ncclCommWindowDeregister", &lib.ncclCommWindowDeregister);
