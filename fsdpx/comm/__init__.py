@@ -91,7 +91,7 @@ def create(
         known = _registry.get(key)
         if known is not None and not known.closed:
             return known
-    limit = timeout_of(resolved) if timeout is None else timeout
+    limit = _timeout_of(resolved) if timeout is None else timeout
     meet(resolved, f"connect ('{kind}' on {device.type})", limit)
     if device.type == "cuda":
         made = _make_on_device(resolved, kind, device, limit, beside)
@@ -177,7 +177,7 @@ def _make(
     return Communicator(native, chosen.reason, limit, beside=beside)
 
 
-def timeout_of(group: dist.ProcessGroup) -> float:
+def _timeout_of(group: dist.ProcessGroup) -> float:
     """The group's own time limit in seconds; torch's default where a backend does not tell."""
     for kind in ("cpu", "cuda"):
         try:
