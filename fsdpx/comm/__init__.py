@@ -173,8 +173,8 @@ def _make(
             if kind == "shm":
                 raise ValueError(f"fsdpx: comm kind 'shm' is impossible: {error}") from None
             chosen = Kind("c10d", str(error))
-    native = c10d.connect(group, timeout=limit)
-    return Communicator(native, chosen.reason, limit, beside=beside)
+    native, leave = c10d.connect(group, timeout=limit)
+    return Communicator(native, chosen.reason, limit, beside=beside, leave=leave)
 
 
 def _timeout_of(group: dist.ProcessGroup) -> float:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -17,8 +19,11 @@ from .choose import LONGEST_SECONDS
 from .communicator import DeviceBytes
 
 
-def connect(group: dist.ProcessGroup, *, timeout: float) -> _C.Communicator:
-    """A communicator on a group of its own with the ranks of `group`. Collective.
+def connect(
+    group: dist.ProcessGroup, *, timeout: float
+) -> tuple[_C.Communicator, Callable[[], None]]:
+    """A communicator on a group of its own with the ranks of `group`, and how to leave that at the
+    end. Collective.
 
     Its own, because the worker thread issues collectives in an order that the user's thread, which
     may issue others on `group`, does not know.
@@ -31,7 +36,7 @@ def connect(group: dist.ProcessGroup, *, timeout: float) -> _C.Communicator:
     )
     assert isinstance(own, dist.ProcessGroup)
     calls, word = _Calls(own, timeout), _Whereabouts(own)
-    return _C.exchange_communicator(
+    native = _C.exchange_communicator(
         "c10d",
         own.rank(),
         own.size(),
@@ -40,6 +45,7 @@ def connect(group: dist.ProcessGroup, *, timeout: float) -> _C.Communicator:
         word.tell,
         word.ask,
     )
+    return native, calls.leave
 
 
 def connect_on_device(
@@ -91,28 +97,43 @@ class _Calls:
     """The two collectives of bytes, on addresses. Every dtype works on every backend as uint8."""
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
-        self._group = group
+        self._own: dist.ProcessGroup | None = group
+        self._size = group.size()
         self._timeout = timeout
+        self._running = False
 
     def all_gather(self, send: int, recv: int, nbytes: int) -> None:
-        if nbytes == 0:
-            return
-        begin = time.monotonic()
-        try:
-            output = _bytes_at(recv, nbytes * self._group.size())
-            self._group._allgather_base(output, _bytes_at(send, nbytes)).wait()
-        except RuntimeError as error:
-            raise self._explain(error, begin) from None
+        if nbytes > 0:
+            output, own = _bytes_at(recv, nbytes * self._size), _bytes_at(send, nbytes)
+            self._run(lambda group: group._allgather_base(output, own))
 
     def all_to_all(self, send: int, recv: int, nbytes: int) -> None:
-        if nbytes == 0:
-            return
+        if nbytes > 0:
+            total = nbytes * self._size
+            output, own = _bytes_at(recv, total), _bytes_at(send, total)
+            self._run(lambda group: group.alltoall_base(output, own, [], []))
+
+    def _run(self, issue: Callable[[dist.ProcessGroup], dist.Work]) -> None:
+        group = self._own
+        if group is None:
+            raise RuntimeError("the communicator is closed")
         begin = time.monotonic()
-        total = nbytes * self._group.size()
+        self._running = True
         try:
-            self._group.alltoall_base(_bytes_at(recv, total), _bytes_at(send, total), [], []).wait()
+            issue(group).wait()
         except RuntimeError as error:
             raise self._explain(error, begin) from None
+        finally:
+            self._running = False
+
+    def leave(self) -> None:
+        """Ends the group with its threads: these let go of tensors late, which is fatal when the
+        interpreter is gone. A collective that still waits for others would hold this up: it stays.
+        """
+        group, self._own = self._own, None
+        if group is not None and not self._running:
+            with contextlib.suppress(ValueError):  # the user has ended all groups
+                dist.destroy_process_group(group)
 
     def _explain(self, error: RuntimeError, begin: float) -> RuntimeError:
         """Backends have no type of their own for a passed time limit; the clock tells."""
