@@ -57,7 +57,9 @@ def create(
             on a GPU "nvlink" (ranks that can map each other's memory), "nvlink-copy" (the same,
             with all-gathers by the copy engines) and "nccl", or "auto": on CPU shm, on a GPU
             nvlink (where there is NVLink between all) or nccl if every rank can, else c10d;
-            `Communicator.reason` says why.
+            `Communicator.reason` says why. The environment variable FSDPX_DEVICE_MEMORY, alike on
+            all ranks, says how nvlink's ranks map each other's memory: "window" (of NCCL; where
+            all have it, the default) or "ipc" (of CUDA). With "plain" they map nothing.
         device: Of the tensors: "cpu" or a CUDA device ("cuda": the current one).
         timeout: Limit of each wait for other ranks, in seconds; the group's own if None. Ignored if
             the communicator exists already.

@@ -15,6 +15,7 @@ from .. import _C
 from ..dtypes import dtype_code, has_arithmetic
 
 CLOSE_SECONDS = 10.0
+PEER_SECONDS = 1.0
 
 _CPU = torch.device("cpu")
 
@@ -351,6 +352,8 @@ class Communicator:
         if self._owns_stream:
             self.stream.close(seconds)
         self.native.close()  # a collective that still waits for others ends with an error now
+        if self.device.type == "cuda":  # whose memory goes when peers do not map it any more
+            _C.wait_for_peers(self.native, min(seconds, PEER_SECONDS))
         if self._owns_stream:
             self.stream.close(1.0)
         if self._leave is not None:
