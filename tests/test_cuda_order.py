@@ -24,6 +24,7 @@ Kind = tuple[str, str, str, str]
 TRAINING = Training(comm="nccl", num_steps=NUM_STEPS)
 # No gather in backward makes the streams wait for each other.
 STAGE_2 = Training(comm="nccl", num_steps=NUM_STEPS, zero_stage=2)
+FEW = Training(comm="nccl", num_steps=NUM_STEPS, few=2)
 # Kinds of waits in a step, by what goes wrong without them. The memset makes freed parameters NaN.
 WAITS: dict[str, Kind] = {
     "gathers read shards that the optimizer writes": ("comm", "kernel", "compute", "operator"),
@@ -33,6 +34,8 @@ WAITS: dict[str, Kind] = {
     "gradients are reduced before they are packed": ("comm", "ReduceScatter", "compute", "kernel"),
     "optimizers read gradients before they are reduced": ("compute", "operator", "comm", "kernel"),
 }
+# Another, of units that are resharded to a smaller group.
+COPIES_FIRST: Kind = ("comm", "kernel", "compute", "memcpy")
 
 
 def family(operation: str) -> str:
@@ -81,8 +84,8 @@ def train_without(
     return results
 
 
-def steady_waits(training: Training) -> list[Kind]:
-    first, *later = run_ranks(2, waits_of_steps, training, timeout=LIMIT)[0]
+def steady_waits(training: Training, num_ranks: int = 2) -> list[Kind]:
+    first, *later = run_ranks(num_ranks, waits_of_steps, training, timeout=LIMIT)[0]
     assert later[0] == later[1] == later[2], "steps differ in what waits for what"
     assert len(first) <= len(later[0])
     return later[0]
@@ -100,3 +103,11 @@ def test_without_a_wait_some_order_fails(wrong: str) -> None:
     assert len({result for results in right for result in results}) == 2  # losses of two ranks
     left_out = run_ranks(2, train_without, training, waits, WAITS[wrong], timeout=LIMIT)
     assert left_out != right
+
+
+def test_smaller_groups_gather_copies_after_these_are_made() -> None:
+    waits = steady_waits(FEW, 4)
+    assert set(waits) == {*WAITS.values(), COPIES_FIRST}
+    right = run_ranks(4, train_without, FEW, waits, None, timeout=LIMIT)
+    assert len({result.losses for results in right for result in results}) == 4
+    assert run_ranks(4, train_without, FEW, waits, COPIES_FIRST, timeout=LIMIT) != right
