@@ -45,7 +45,7 @@ class Managed:
     def twin(self) -> Managed:
         """A copy of the parameter for a copy of its unit, not yet sharded and without owners."""
         source = self.sharded
-        original = ShardedTensor(source.to_local(), source._spec, source.requires_grad)
+        original = ShardedTensor(source._local, source._spec, source.requires_grad)
         original._is_param = True
         made = Managed(self.name, original, [], whole=self.whole)
         made.traits = self.traits
@@ -85,7 +85,7 @@ class Shards:
         self.flat = self._make_flat(self._device_of_originals())
         self._take_originals()
         self.sharded = [managed.sharded for managed in parameters]
-        self._pieces = [managed.sharded.to_local() for managed in parameters]
+        self._pieces = [managed.sharded._local for managed in parameters]
         for managed in parameters:
             managed.attributes = managed.sharded.__dict__
 
@@ -166,7 +166,7 @@ class Shards:
         if not self.were_replaced:
             return None
         for managed, piece in zip(self._parameters, self._pieces, strict=True):
-            if managed.sharded.to_local() is not piece:
+            if managed.sharded._local is not piece:
                 return managed
         return None
 
@@ -199,9 +199,9 @@ class Shards:
             self.flat = self._make_flat(self.device)
             for index, managed in enumerate(self._parameters):
                 piece = self._piece(index)
-                piece.copy_(managed.sharded.to_local())
+                piece.copy_(managed.sharded._local)
                 managed.sharded._local = piece
-        self._pieces = [managed.sharded.to_local() for managed in self._parameters]
+        self._pieces = [managed.sharded._local for managed in self._parameters]
 
     def _check_moved(self, unit: str, managed: Managed) -> None:
         local = managed.sharded.to_local()

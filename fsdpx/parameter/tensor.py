@@ -78,8 +78,11 @@ class ShardedTensor(torch.Tensor):
     # ---- values ----
 
     def to_local(self) -> torch.Tensor:
-        """This rank's piece: 1-D, possibly empty, sharing memory; never part of autograd."""
-        return self._local
+        """This rank's piece: 1-D, possibly empty, never part of autograd.
+
+        An alias: writes into it are the parameter's, assigning to its `.data` changes it alone.
+        """
+        return self._local.detach()
 
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor on every rank, as a plain tensor without autograd history.
