@@ -1,11 +1,11 @@
 // Where the memory of a communicator on GPUs comes from, and how its ranks map each other's.
 //
-// | source   | memory                          | peers | | -------- |
-// ------------------------------- | ------------------------------------------------- | | `plain`
-// | cudaMalloc                      | map nothing                                       | | `ipc`
-// | cudaMalloc, whole driver pieces | CUDA IPC handles                                  | |
-// `window` | ncclMemAlloc (nccl_memory.h)    | NCCL windows, whose addresses NCCL tells; for the |
-// |          |                                 | `nccl` communicator registered, and not mapped |
+// `plain`: of cudaMalloc; peers map nothing.
+//
+// `ipc`: of cudaMalloc, in whole pieces of the driver's; peers map it by CUDA IPC handles.
+//
+// `window`: of ncclMemAlloc (nccl_memory.h); peers map it by NCCL windows, whose addresses NCCL
+// tells. For the `nccl` communicator it is registered, and not mapped.
 #pragma once
 
 #include <cstdint>
