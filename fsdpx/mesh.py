@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .comm import _timeout_of as timeout_of
+from .comm.choose import timeout_of
 
 # Of each group the smaller groups that this rank is in, by their size.
 _smaller: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()

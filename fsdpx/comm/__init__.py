@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from . import c10d, cuda, shm
-from .choose import Kind, choose_kind, meet
+from .choose import Kind, choose_kind, meet, timeout_of
 from .communicator import Communicator, InFlight, Work
 
 __all__ = ["Communicator", "InFlight", "Work", "create"]
@@ -93,7 +93,7 @@ def create(
         known = _registry.get(key)
         if known is not None and not known.closed:
             return known
-    limit = _timeout_of(resolved) if timeout is None else timeout
+    limit = timeout_of(resolved) if timeout is None else timeout
     meet(resolved, f"connect ('{kind}' on {device.type})", limit)
     if device.type == "cuda":
         made = _make_on_device(resolved, kind, device, limit, beside)
@@ -177,16 +177,6 @@ def _make(
             chosen = Kind("c10d", str(error))
     native, leave = c10d.connect(group, timeout=limit)
     return Communicator(native, chosen.reason, limit, beside=beside, leave=leave)
-
-
-def _timeout_of(group: dist.ProcessGroup) -> float:
-    """The group's own time limit in seconds; torch's default where a backend does not tell."""
-    for kind in ("cpu", "cuda"):
-        try:
-            return float(group._get_backend(torch.device(kind)).options._timeout.total_seconds())
-        except (AttributeError, RuntimeError):
-            continue
-    return float(dist.distributed_c10d.default_pg_timeout.total_seconds())
 
 
 def _forget(communicator: Communicator) -> None:

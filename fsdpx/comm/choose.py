@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from ..errors import CommTimeout
@@ -70,6 +71,16 @@ def meet(group: dist.ProcessGroup, what: str, limit: float) -> None:
             f"fsdpx: rank {rank} is to {what}; of {size} ranks, {names} did not come within "
             f"{limit:g} s; raise the time limit if they are only slow"
         ) from None
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """The group's own time limit in seconds; torch's default where a backend does not tell."""
+    for kind in ("cpu", "cuda"):
+        try:
+            return float(group._get_backend(torch.device(kind)).options._timeout.total_seconds())
+        except (AttributeError, RuntimeError):
+            continue
+    return float(dist.distributed_c10d.default_pg_timeout.total_seconds())
 
 
 def tell(group: dist.ProcessGroup, mine: T) -> list[T]:
