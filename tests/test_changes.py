@@ -10,7 +10,7 @@ from conformance.parts import shard_linears
 from models import mlp
 from ranks import run_ranks
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import fsdpx
 from fsdpx import ShardedTensor, fully_shard
@@ -84,12 +84,28 @@ def test_every_rank_refuses() -> None:
     assert "'extra' of unit '0' was added" in messages[0]
 
 
+REFUSED_AT_ONCE: dict[str, Callable[[nn.Module], object]] = {
+    "norm of rows, by hook": nn.utils.weight_norm,
+    "norm of rows": parametrizations.weight_norm,
+    "spectral norm": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "pruned": lambda module: prune.l1_unstructured(module, "weight", 0.5),
+}
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("normalise", [nn.utils.weight_norm, parametrizations.weight_norm])
-def test_norms_of_rows_after_wrapping_are_refused_at_once(normalise: Callable) -> None:
+@pytest.mark.parametrize("what", REFUSED_AT_ONCE)
+def test_what_looks_at_whole_weights_after_wrapping_is_refused_at_once(what: str) -> None:
     model = shard_linears(mlp())
     with pytest.raises(RuntimeError, match=r"'weight' .* is sharded"):
-        normalise(model[0])
+        REFUSED_AT_ONCE[what](model[0])
+
+
+def test_a_mask_put_on_after_wrapping_is_refused_at_the_next_forward() -> None:
+    model = shard_linears(mlp())
+    prune.identity(model[0], "weight")
+    with pytest.raises(RuntimeError, match=r"'0\.weight' .* is sharded"):
+        model(batch())
 
 
 # ---- managed
