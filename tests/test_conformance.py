@@ -7,7 +7,7 @@ from conformance.registry import CASES
 from conformance.themes import run_case
 from ranks import run_ranks
 
-NUM_CASES = 97
+NUM_CASES = 98
 
 
 def test_number_of_cases() -> None:

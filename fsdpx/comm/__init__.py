@@ -198,6 +198,9 @@ def _close_all() -> None:
         _registry.clear()
     for communicator in reversed(open_ones):
         communicator.close(seconds=EXIT_SECONDS)
+        for leave in (communicator.leave, communicator.control.leave):
+            if leave is not None:
+                leave()
 
 
 atexit.register(_close_all)

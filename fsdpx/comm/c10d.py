@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -101,6 +102,7 @@ class _Calls:
         self._size = group.size()
         self._timeout = timeout
         self._running = False
+        self._pid = os.getpid()
 
     def all_gather(self, send: int, recv: int, nbytes: int) -> None:
         if nbytes > 0:
@@ -128,10 +130,11 @@ class _Calls:
 
     def leave(self) -> None:
         """Ends the group with its threads: these let go of tensors late, which is fatal when the
-        interpreter is gone. A collective that still waits for others would hold this up: it stays.
+        interpreter is gone. A collective that still waits for others would hold this up, and a
+        forked child has no such threads: then it stays.
         """
         group, self._own = self._own, None
-        if group is not None and not self._running:
+        if group is not None and not self._running and os.getpid() == self._pid:
             with contextlib.suppress(ValueError):  # the user has ended all groups
                 dist.destroy_process_group(group)
 

@@ -123,8 +123,8 @@ class Communicator:
         self._regions: list[tuple[int, int, int]] = []  # (address, bytes, number), ascending
         self._empty: int | None = None  # the region of tensors without elements
         owned = self.stream if self._owns_stream else None
-        self._leave = leave  # lets go of what the native communicator used, at the very end
-        self._finalizer = weakref.finalize(self, _end, native, owned, leave)
+        self.leave = leave  # when the interpreter exits, after closing
+        self._finalizer = weakref.finalize(self, _end, native, owned)
         self._finalizer.atexit = False  # fsdpx.comm closes what is open then
 
     def __repr__(self) -> str:
@@ -356,8 +356,6 @@ class Communicator:
             _C.wait_for_peers(self.native, min(seconds, PEER_SECONDS))
         if self._owns_stream:
             self.stream.close(1.0)
-        if self._leave is not None:
-            self._leave()
         if self.control is not self:
             self.control.close(seconds=seconds)
         from . import _forget
@@ -370,16 +368,12 @@ class Communicator:
         return float("inf")
 
 
-def _end(
-    native: _C.Communicator, stream: _C.Stream | None, leave: Callable[[], None] | None
-) -> None:
+def _end(native: _C.Communicator, stream: _C.Stream | None) -> None:
     """What is left of `close` for a communicator that nobody uses any more; waits for nothing."""
     native.close()
     if stream is not None:
         with contextlib.suppress(RuntimeError):  # it may be this thread that ends
             stream.close(0.0)
-    if leave is not None:
-        leave()
 
 
 class DeviceBytes:
