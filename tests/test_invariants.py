@@ -286,7 +286,7 @@ def test_with_prefetch_only_the_ends_are_exposed(world_size: int, prefetch: int)
     """Communication shorter than compute hides, but for first gathers and the last reduction."""
     setup = Setup(make=slow, widths=EQUAL, prefetch=prefetch, gather_seconds=0.006)
     seen: dict[tuple[str, str], int] = {}
-    # A busy machine may delay a thread, but not the same one at the same unit in each of many steps.
+    # A busy machine may delay a thread, but not at the same unit in each of many steps.
     for _ in range(10):
         run = run_ranks(world_size, record_step, setup)[0]
         forward, backward = waits_by_direction(run)
